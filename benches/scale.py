@@ -9,10 +9,14 @@ compared outside the clock, too. README.md describes the cases.
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
 import mmap
 import multiprocessing
 import os
+import pickle
+import re
 import shutil
 import statistics
 import subprocess
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +62,7 @@ LARGE_TENSORS = 8  # beside a hole
 HOLE_TENSOR_BYTES = 100_000_000
 ROW = 16  # elements of a tensor that a rank holds
 TP8 = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": ["tp"]}]}
+TP8_OF_LAYERS = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": [None, "tp"]}]}
 
 
 def key(number: int) -> str:
@@ -69,9 +75,10 @@ def layout_of(n_ranks: int) -> dict[str, Any]:
     return {"mesh": {"tp": n_ranks}, "rules": [{"match": "*", "cut": ["tp"]}]}
 
 
-def tensor(number: int, n_ranks: int) -> np.ndarray:
-    """The content of a tensor."""
-    return np.arange(n_ranks * ROW, dtype=np.float32).reshape(n_ranks, ROW) + number
+def tensor(number: int, n_ranks: int, n_layers: int = 1) -> np.ndarray:
+    """The content of a tensor; of several layers each rank has a row of each."""
+    rows = np.arange(n_layers * n_ranks * ROW, dtype=np.float32).reshape(n_layers, n_ranks, ROW) + number
+    return rows if n_layers > 1 else rows[0]
 
 
 def provide(n_bytes: int) -> None:
@@ -108,22 +115,71 @@ def make_as_of_others(root: Path) -> None:
             file.write(SPELT.swapcase())
 
 
-def open_and_load(root: Path, n_ranks: int, n_tensors: int) -> Figures:
+def write_dcp(root: Path, n_ranks: int, n_tensors: int, n_layers: int = 1) -> Figures:
+    """What `torch.distributed.checkpoint` writes: `.metadata` is pickled by torch's own classes. A file a rank.
+
+    Of several layers, each file has a part of each, as those of Megatron-Core.
+    """
+    import torch  # noqa: PLC0415
+    from torch.distributed.checkpoint import metadata  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
+
+    root.mkdir()
+    ones, layers = (1,) * (1 if n_layers == 1 else 2), [() if n_layers == 1 else (one,) for one in range(n_layers)]
+    made = io.BytesIO()
+    marked = torch.full((*ones, ROW), 7.0)
+    torch.save(marked, made)
+    item = bytearray(made.getvalue())  # of each tensor, with other content and checksum
+    content = marked.numpy().tobytes()
+    at = item.index(content)
+    sums = [found.start() for found in re.finditer(re.escape(zlib.crc32(content).to_bytes(4, "little")), item)]
+    tensors: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for i in range(n_tensors):
+        chunks = [
+            metadata.ChunkStorageMetadata(torch.Size((*layer, rank, 0)), torch.Size((*ones, ROW)))
+            for layer in layers
+            for rank in range(n_ranks)
+        ]
+        shape = torch.Size(tensor(i, n_ranks, n_layers).shape)
+        properties = metadata.TensorProperties(dtype=torch.float32)
+        tensors[key(i)] = metadata.TensorStorageMetadata(properties, shape, chunks)
+    for rank in range(n_ranks):
+        name = f"__{rank}_0.distcp"
+        with (root / name).open("wb") as out:
+            for i, layer in itertools.product(range(n_tensors), range(n_layers)):
+                # Each rank sends its own names and offsets: equal ones are not the same objects.
+                number = layer * n_ranks + rank
+                index = metadata.MetadataIndex(key(i), torch.Size((*layers[layer], rank, 0)), number)
+                places[index] = _StorageInfo(name, out.tell(), len(item))
+                content = (np.arange(number * ROW, (number + 1) * ROW, dtype=np.float32) + i).tobytes()
+                item[at : at + len(content)] = content
+                for start in sums:
+                    item[start : start + 4] = zlib.crc32(content).to_bytes(4, "little")
+                out.write(item)
+    described = metadata.Metadata(tensors, {name: (name,) for name in tensors}, places, metadata.StorageMeta())
+    with (root / ".metadata").open("wb") as out:
+        pickle.dump(described, out)
+    return {"bytes of .metadata": float((root / ".metadata").stat().st_size)}
+
+
+def open_and_load(root: Path, n_ranks: int, n_tensors: int, n_layers: int = 1) -> Figures:
     """Open a tree, and load the slices of one rank of eight."""
     warm = root.parent / "warm"
     if not warm.exists():
         reshard.save(warm, 1, {"w": np.zeros(8, np.float32)})
     with reshard.open(warm) as checkpoint:
         checkpoint.load(TP8, 1)
-    before, start = memory_mib("VmHWM"), time.perf_counter()
+    before, start, used = memory_mib("VmHWM"), time.perf_counter(), time.process_time()
     with reshard.open(root) as checkpoint:
         opened = time.perf_counter()
-        found = checkpoint.load(TP8, 1)
-    end = time.perf_counter()
+        found = checkpoint.load(TP8 if n_layers == 1 else TP8_OF_LAYERS, 1)
+    end, used = time.perf_counter(), time.process_time() - used
     peak = memory_mib("VmHWM") - before
     for i in range(n_tensors):
-        assert np.array_equal(found[key(i)], tensor(i, n_ranks)[n_ranks // 8 : n_ranks // 4])
-    return {"open": opened - start, "load": end - opened, "total": end - start, "peak MiB": peak}
+        assert np.array_equal(found[key(i)], tensor(i, n_ranks, n_layers)[..., n_ranks // 8 : n_ranks // 4, :])
+    seconds = {"open": opened - start, "load": end - opened, "total": end - start, "of the processor": used}
+    return {**seconds, "peak MiB": peak}
 
 
 def write_large(root: Path, n_ranks: int, file_bytes: int) -> None:
@@ -453,6 +509,12 @@ def main() -> None:
                 report(f"reports of three saves, {shape} of each rank", reports_of_saves, None, *sizes)
             make_as_of_others(root)
             report(f"the same tree without manifest, {shape} (s)", open_and_load, root, *sizes)
+            for n_layers in (1, 8):
+                of_torch, n_tensors = folder / f"dcp{n_ranks}_{n_layers}", max(1, options.tensors // 2 // n_layers)
+                fresh(write_dcp, of_torch, n_ranks, n_tensors, n_layers)
+                shape = f"{n_ranks} ranks x {n_tensors} tensors, {n_layers} parts of each"
+                name = f"a folder of torch.distributed.checkpoint, {shape} (s)"
+                report(name, open_and_load, of_torch, n_ranks, n_tensors, n_layers)
             large = folder / f"large{n_ranks}"
             write_large(large, n_ranks, int(options.file_gb * 1e9))
             for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):

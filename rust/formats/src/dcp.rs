@@ -11,12 +11,14 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.15.
 
+mod ahead;
 pub mod folder;
 
 use crate::compressed::{decompressed, is_zstd};
-use crate::pickle::{Id, Pickle, Record, Value};
+use crate::pickle::{Classes, Id, Pickle, Record, Value};
 use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, crc_ranges, named_dtype};
 use crate::zip::Window;
+use ahead::Ahead;
 use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
 use reshard_core::header::{MAX_RANK, check_name};
@@ -39,6 +41,13 @@ const MAX_TRANSFORM_BYTES: usize = 256;
 /// Of the name of a tensor or of a file.
 const MAX_NAME_BYTES: usize = 4096;
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
+const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
+/// The classes of which there are millions.
+const RECORDS: Classes = &[
+    (METADATA, "ChunkStorageMetadata"),
+    (METADATA, "MetadataIndex"),
+    (FILESYSTEM, "_StorageInfo"),
+];
 
 /// A decoded `.metadata`. There can be millions of chunks, so a chunk takes a few numbers in long vectors.
 #[derive(Debug)]
@@ -135,9 +144,16 @@ impl Dcp {
     /// # Errors
     /// `Kind::Damaged` if it contradicts itself, `Kind::Unsupported` for what is refused.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let pickle = Pickle::decode(bytes)?;
+        Self::of(&Pickle::decode_records(bytes, RECORDS)?)
+    }
+
+    /// The same of the pickle.
+    ///
+    /// # Errors
+    /// As [`Self::decode`].
+    pub fn of(pickle: &Pickle) -> Result<Self> {
         Decoder {
-            pickle: &pickle,
+            pickle,
             files: Vec::new(),
             by_path: HashMap::new(),
             transforms: vec![Vec::new()],
@@ -253,7 +269,7 @@ pub enum Step {
 /// # Errors
 /// As [`Dcp::decode`].
 pub fn paths(bytes: &[u8]) -> Result<Vec<(String, Vec<Step>)>> {
-    let pickle = Pickle::decode(bytes)?;
+    let pickle = Pickle::decode_records(bytes, RECORDS)?;
     let root = pickle.call(pickle.root(), METADATA, "Metadata");
     let entries = root
         .and_then(|root| pickle.attribute(root, "planner_data"))
@@ -576,11 +592,7 @@ impl<'a> Decoder<'a> {
 
     fn place(&mut self, id: Id) -> Result<Place> {
         let pickle = self.pickle;
-        let info = pickle.call(
-            id,
-            "torch.distributed.checkpoint.filesystem",
-            "_StorageInfo",
-        );
+        let info = pickle.call(id, FILESYSTEM, "_StorageInfo");
         let info =
             info.ok_or_else(|| Error::damaged("the place of a chunk is no `_StorageInfo`"))?;
         let path = self.attribute(info, "relative_path")?;
@@ -692,6 +704,8 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
     } = Items::of(dcp)?;
     for (path, mut items) in paths.iter().zip(by_file) {
         items.shrink_to_fit();
+        // So that those that follow each other are read together.
+        items.sort_by_key(|item| item.place(dcp).offset);
         let dcp = Arc::clone(dcp);
         let reader = move |source: &Source| {
             let placed = items.iter().map(|item| (*item, item.place(&dcp)));
@@ -1011,16 +1025,20 @@ fn item_name(number: usize, tensor: &str) -> String {
 fn listed(
     source: &Source,
     dcp: &Dcp,
-    items: impl Iterator<Item = (Item, Place)>,
+    items: impl Iterator<Item = (Item, Place)> + Clone,
 ) -> Result<Listed> {
     let mut tensors = Vec::new();
     let mut ranges = Vec::new();
+    let mut ahead = Ahead::default();
+    let mut places = items.clone().map(|(_, place)| place);
     for (item, place) in items {
+        ahead.read(source, places.clone())?;
+        places.next();
         let described = &dcp.tensors[item.tensor as usize];
         let key = &described.name;
         let dtype = described.dtype.clone().map_err(Error::damaged)?;
         let shape = described.chunks.get(item.chunk as usize).shape;
-        let (storage, tensor) = item_tensor(source, &place, dtype, shape)
+        let (storage, tensor) = item_tensor(ahead.window(source, &place)?, dtype, shape)
             .map_err(|error| error.key(key).within(format_args!("`{}`", Printable(key))))?;
         let storages = [storage];
         ranges.extend(crc_ranges(&storages));
@@ -1059,13 +1077,8 @@ fn path_in(folder: &Path, name: &str) -> Result<PathBuf> {
 ///
 /// # Errors
 /// The item is no file of `torch.save`, holds something else, or a tensor of another dtype or shape than `.metadata` says.
-pub fn item_tensor(
-    source: &Source,
-    place: &Place,
-    dtype: Dtype,
-    shape: &[u64],
-) -> Result<(Storage, Tensor)> {
-    let file = TorchFile::read(Window::new(source, place.offset, place.n_bytes)?)?;
+pub fn item_tensor(window: Window<'_>, dtype: Dtype, shape: &[u64]) -> Result<(Storage, Tensor)> {
+    let file = TorchFile::read(window)?;
     let mut leaves = file.leaves()?;
     let (Some((path, Leaf::Tensor(tensor))), true) = (leaves.pop(), leaves.is_empty()) else {
         return Err(Error::damaged("the item does not hold one tensor"));

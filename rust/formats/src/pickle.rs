@@ -10,8 +10,13 @@
 //!
 //! Source of the opcodes: `Lib/pickletools.py` of Python 3.
 
+mod short;
+
+pub use short::Classes;
+
 use reshard_core::error::Printable;
 use reshard_core::{Error, Kind, Result};
+use short::{Shape, Short};
 use std::collections::HashMap;
 
 /// Highest protocol that is read.
@@ -72,6 +77,8 @@ pub struct Record<'a> {
     pub arguments: Id,
     /// What was to become its attributes.
     pub state: Option<Id>,
+    /// Names and values of its attributes, where they are kept without a dict; see [`Pickle::decode_records`].
+    pub fields: Option<(&'a [Id], &'a [Id])>,
     /// Keys and values that were to be set.
     pub items: &'a [[Id; 2]],
     /// Values that were to be appended.
@@ -102,6 +109,7 @@ struct Store {
     filled: HashMap<Id, [Option<u32>; 2]>,
     /// How many objects there are, those that exist once counted as often as they occur.
     n: usize,
+    shapes: Vec<Shape>,
 }
 
 /// A range of one of the vectors.
@@ -131,9 +139,15 @@ enum Node {
         arguments: Id,
         state: Id,
     },
+    /// A record with its values from `start` among the links.
+    Short {
+        shape: u32,
+        start: u32,
+    },
     Persistent(Id),
 }
 
+/// No object: a state that a record has not, or an entry of the memo that was not kept.
 const NO_STATE: Id = Id(u32::MAX);
 const EMPTY: Span = Span { start: 0, len: 0 };
 
@@ -185,9 +199,13 @@ impl Store {
                     function,
                     arguments,
                     state: (state != NO_STATE).then_some(state),
+                    fields: None,
                     items: grown(items).as_chunks().0,
                     appended: grown(appended),
                 })
+            }
+            Node::Short { shape, start } => {
+                Value::Record(self.shapes[shape as usize].record(&self.links, start))
             }
             Node::Persistent(id) => Value::Persistent(id),
         }
@@ -259,7 +277,7 @@ impl Pickle {
     /// # Errors
     /// `Kind::Damaged` if it is no such pickle; `Kind::Unsupported` for an opcode, a protocol or a name that is refused.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        Machine::new(bytes).run()
+        Self::decode_records(bytes, &[])
     }
 
     /// The object.
@@ -377,6 +395,10 @@ impl Pickle {
     /// An attribute that a record sets by a dict of attributes. A dict of more than `MAX_ATTRIBUTES` is none: many records
     /// could share it, and each one would be searched.
     pub fn attribute(&self, record: Record<'_>, name: &str) -> Option<Id> {
+        if let Some((keys, values)) = record.fields {
+            let found = keys.iter().rposition(|key| self.text(*key) == Some(name));
+            return found.map(|number| values[number]);
+        }
         let state = record.state?;
         (self.items(state)?.len() <= MAX_ATTRIBUTES).then(|| self.item(state, name))?
     }
@@ -530,6 +552,7 @@ struct Machine<'a> {
     /// How many names of attributes were looked at.
     n_attributes: usize,
     budget: usize,
+    short: Short,
 }
 
 /// Values by memo number: dense ones in a vector, as every writer makes them, others in a map.
@@ -569,7 +592,7 @@ impl Memo {
 }
 
 impl<'a> Machine<'a> {
-    fn new(bytes: &'a [u8]) -> Self {
+    fn new(bytes: &'a [u8], classes: Classes) -> Self {
         Self {
             bytes,
             at: 0,
@@ -584,10 +607,12 @@ impl<'a> Machine<'a> {
                 .len()
                 .saturating_mul(BYTES_PER_BYTE)
                 .saturating_add(BASE_BYTES),
+            short: Short::new(classes),
         }
     }
 
-    fn run(mut self) -> Result<Pickle> {
+    /// The root, and the bytes up to the end.
+    fn run(&mut self) -> Result<(Id, usize)> {
         loop {
             let place = self.at;
             let opcode = self.byte()?;
@@ -601,11 +626,7 @@ impl<'a> Machine<'a> {
         if !self.stack.is_empty() || !self.marks.is_empty() {
             return Err(damaged("the pickle ends with more than one object"));
         }
-        Ok(Pickle {
-            store: self.store,
-            root,
-            n_bytes: self.at,
-        })
+        Ok((root, self.at))
     }
 
     fn step(&mut self, opcode: u8) -> Result<()> {
@@ -996,7 +1017,9 @@ impl<'a> Machine<'a> {
         let number = u32::try_from(self.store.globals.len());
         let number = number.map_err(|_| damaged("too many objects"))?;
         self.store.globals.push((module.into(), name.into()));
-        self.push(Node::Global(number))
+        self.push(Node::Global(number))?;
+        self.short.named(module, name, self.top()?);
+        Ok(())
     }
 
     fn node(&self, id: Id) -> Node {
@@ -1094,6 +1117,9 @@ impl<'a> Machine<'a> {
                 "it sets an attribute that belongs to the class",
             ));
         }
+        if self.must_not_change(target) {
+            return self.lost();
+        }
         let Node::Record { state, .. } = &mut self.store.nodes[target.0 as usize] else {
             return Err(damaged("it sets attributes of something that has none"));
         };
@@ -1104,6 +1130,9 @@ impl<'a> Machine<'a> {
     fn append(&mut self, items: &[Id]) -> Result<()> {
         self.hold(8 * items.len())?;
         let target = self.top()?;
+        if self.must_not_change(target) {
+            return self.lost();
+        }
         match self.node(target) {
             Node::Many(many @ (Many::List | Many::Set), _)
             | Node::Grown(many @ (Many::List | Many::Set), _) => {
@@ -1124,6 +1153,9 @@ impl<'a> Machine<'a> {
         self.check_keys(items.iter().step_by(2))?;
         self.hold(8 * items.len())?;
         let target = self.top()?;
+        if self.must_not_change(target) {
+            return self.lost();
+        }
         match self.node(target) {
             Node::Many(Many::Dict, _) | Node::Grown(Many::Dict, _) => {
                 self.store.extend(target, Many::Dict, items)
@@ -1160,8 +1192,15 @@ impl<'a> Machine<'a> {
                 "it recalls memo entry {number}, which was never set"
             ))
         })?;
+        if id == NO_STATE {
+            return self.lost();
+        }
         self.hold(4)?;
         self.stack.push(id);
+        let n = self.store.n;
+        if self.short_record(id).is_none() {
+            self.store.n = n;
+        }
         Ok(())
     }
 }

@@ -27,6 +27,7 @@ use reshard_core::listed::{CrcRange, Listed, ListedTensor};
 use reshard_core::region::row_major_strides;
 use reshard_core::shard_file::Format;
 use reshard_core::{Error, Kind, Result};
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::mem::{Discriminant, discriminant};
 use std::sync::Arc;
@@ -156,7 +157,7 @@ impl TorchFile {
             ));
         }
         if let Some(member) = find("byteorder") {
-            match content(window, member, 16)?.as_slice() {
+            match &*content(window, member, 16)? {
                 b"little" => {}
                 b"big" => return Err(big_endian()),
                 _ => return Err(Error::damaged("`byteorder` is neither little nor big")),
@@ -248,7 +249,7 @@ impl TorchFile {
                 .text(*id)
                 .ok_or_else(|| Error::damaged("the key of a storage is no text"))?;
             let count = window.read(at, 8)?;
-            let count = u64::from_le_bytes(count.try_into().expect("eight bytes"));
+            let count = u64::from_le_bytes((*count).try_into().expect("eight bytes"));
             let item = item_bytes.get(key).copied();
             let item = item.ok_or_else(|| {
                 Error::damaged(format!(
@@ -967,7 +968,7 @@ fn unsupported_key() -> Error {
     )
 }
 
-fn content(window: Window<'_>, member: &Member, max_bytes: u64) -> Result<Vec<u8>> {
+fn content<'a>(window: Window<'a>, member: &Member, max_bytes: u64) -> Result<Cow<'a, [u8]>> {
     if member.n_bytes > max_bytes {
         let message = format!(
             "member `{}` has {} bytes, at most {max_bytes} are read",

@@ -9,6 +9,7 @@
 use reshard_core::error::Printable;
 use reshard_core::source::Source;
 use reshard_core::{Error, Kind, Result};
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 const END: u32 = 0x0605_4b50;
@@ -31,6 +32,26 @@ pub struct Window<'a> {
     source: &'a Source,
     start: u64,
     n_bytes: u64,
+    parts: &'a [Part],
+}
+
+/// Bytes of a file that were read before.
+#[derive(Debug, Default)]
+pub struct Part {
+    /// Where they begin in the file.
+    pub start: u64,
+    /// They.
+    pub bytes: Vec<u8>,
+}
+
+impl Part {
+    /// The bytes of a range of the file, if all of them are here.
+    pub fn range(&self, start: u64, n_bytes: u64) -> Option<&[u8]> {
+        let from = usize::try_from(start.checked_sub(self.start)?).ok()?;
+        self.bytes
+            .get(from..)?
+            .get(..usize::try_from(n_bytes).ok()?)
+    }
 }
 
 /// A member that is stored as it is.
@@ -67,7 +88,14 @@ impl<'a> Window<'a> {
             source,
             start,
             n_bytes,
+            parts: &[],
         })
+    }
+
+    /// The same, of which these parts of the file were read before.
+    #[must_use]
+    pub fn with(self, parts: &'a [Part]) -> Self {
+        Self { parts, ..self }
     }
 
     /// The whole file.
@@ -76,6 +104,7 @@ impl<'a> Window<'a> {
             source,
             start: 0,
             n_bytes: source.n_bytes(),
+            parts: &[],
         }
     }
 
@@ -90,13 +119,17 @@ impl<'a> Window<'a> {
     }
 
     /// Bytes from a position of the range.
-    pub fn read(&self, at: u64, n_bytes: u64) -> Result<Vec<u8>> {
+    pub fn read(&self, at: u64, n_bytes: u64) -> Result<Cow<'a, [u8]>> {
         if at.checked_add(n_bytes).is_none_or(|end| end > self.n_bytes) {
             return Err(Error::damaged("it ends in the middle of a record"));
         }
+        let mut parts = self.parts.iter();
+        if let Some(bytes) = parts.find_map(|part| part.range(self.start + at, n_bytes)) {
+            return Ok(Cow::Borrowed(bytes));
+        }
         let mut bytes = vec![0; n_bytes as usize];
         self.source.read_at(self.start + at, &mut bytes)?;
-        Ok(bytes)
+        Ok(Cow::Owned(bytes))
     }
 }
 
@@ -109,7 +142,7 @@ pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
     let bytes = window.read(directory.start, directory.n_bytes)?;
     let mut members = Vec::new();
     let mut names = HashSet::new();
-    let mut rest = bytes.as_slice();
+    let mut rest = &*bytes;
     let mut used = Vec::new();
     while !rest.is_empty() {
         let (entry, n) = entry(rest)?;
@@ -159,7 +192,9 @@ fn directory(window: Window<'_>) -> Result<Directory> {
     let tail = window.read(tail_at, tail_bytes)?;
     let is_end = |at: &usize| {
         let rest = &tail[*at..];
-        u32_at(rest, 0) == END && rest.len() as u64 == END_BYTES + u64::from(u16_at(rest, 20))
+        rest[0] == END as u8
+            && u32_at(rest, 0) == END
+            && rest.len() as u64 == END_BYTES + u64::from(u16_at(rest, 20))
     };
     let mut ends = (0..=tail.len() - END_BYTES as usize).filter(is_end);
     let at = ends.next().ok_or_else(|| {
@@ -345,7 +380,7 @@ fn locate(window: Window<'_>, entry: Entry, directory: u64) -> Result<(Member, (
         .filter(|end| *end <= directory);
     let end = end.ok_or_else(|| bad("ends outside the archive"))?;
     if n_name != entry.name.len() as u64
-        || window.read(entry.header + LOCAL_BYTES, n_name)? != entry.name.as_bytes()
+        || *window.read(entry.header + LOCAL_BYTES, n_name)? != *entry.name.as_bytes()
     {
         return Err(bad("has another name in its header"));
     }

@@ -11,6 +11,7 @@ use reshard_formats::torch_file::{Leaf, Sharded, TorchFile};
 use reshard_formats::zip::Window;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 const RUNS: u64 = 20_000;
@@ -179,10 +180,25 @@ impl Ranges for InMemory {
     }
 }
 
+/// What was decoded, with maps in the order of their keys.
+fn shown(decoded: &Result<Dcp>) -> String {
+    let shapes = decoded.as_ref().map(|dcp| {
+        let shapes: BTreeMap<_, _> = dcp.original_shapes.iter().collect();
+        format!(
+            "{:?} {:?} {:?} {:?} {shapes:?}",
+            dcp.files, dcp.transforms, dcp.tensors, dcp.objects
+        )
+    });
+    format!("{shapes:?}")
+}
+
 /// Reads a file in each way in which its bytes can be read; returns whether it has regions of tensors.
 fn read(bytes: Vec<u8>, is_metadata: bool) -> bool {
     if is_metadata {
-        if let Ok(dcp) = Dcp::decode(&bytes) {
+        let decoded = Dcp::decode(&bytes);
+        let plainly = Pickle::decode(&bytes).and_then(|pickle| Dcp::of(&pickle));
+        assert_eq!(shown(&decoded), shown(&plainly));
+        if let Ok(dcp) = decoded {
             let _ = index_of(
                 &std::sync::Arc::new(dcp),
                 Path::new("/nowhere"),

@@ -150,8 +150,9 @@ fn dcp(folder: &Path) -> reshard_core::Result<Tensors> {
                 return Err(reshard_core::Error::damaged("a transform"));
             }
             let source = Source::open(&folder.join(name), false, Method::Auto)?;
-            let (storage, stored) =
-                reshard_formats::dcp::item_tensor(&source, &chunk.place, dtype, chunk.shape)?;
+            let place = chunk.place;
+            let window = Window::new(&source, place.offset, place.n_bytes)?;
+            let (storage, stored) = reshard_formats::dcp::item_tensor(window, dtype, chunk.shape)?;
             let mut bytes = vec![0; storage.n_bytes as usize];
             source.read_at(storage.start, &mut bytes)?;
             for i in 0..chunk.shape.iter().product::<u64>() {
