@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 
 _PARTS = ("aliases", "modules", "objects", "optimizer", KINDS, STARTED, CONSTANTS)
+_OTHER_STATE = ("Adafactor", "LBFGS")  # optimizers of torch whose state has other shapes than the parameters
 
 
 class Beside(NamedTuple):
@@ -440,6 +441,11 @@ class _Restore:
             if has_groups:
                 self._match_groups(optimizers, self.record)
         given = self._state_arrays(optimizers)
+        recorded: dict[str, Sequence[str]] = {}
+        if self.record is not None:
+            recorded = {name: self.record.slots.get(self._known_name(name), ()) for name in given}
+        for live in optimizers:
+            _check_of_torch(live, given, recorded)
         kinds = {
             name: group["class"] for group in (self.record or OptimizerRecord()).groups for name in group["params"]
         }
@@ -1051,3 +1057,39 @@ def _refuse(
         key=next((one if isinstance(one, str) else one.name for one in (*missing, *unexpected)), None),
         hint=advice(weights, described.model, len(fits)) if parts else skip,
     )
+
+
+def _check_of_torch(
+    live: NamedOptimizer, given: Mapping[str, Mapping[str, np.ndarray]], recorded: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse state that an optimizer of torch does not make: its next step would fail, or compute with wrong values.
+
+    Each slot is one number, or has the shape of the parameter, and all parameters of a group have the same ones.
+    Subclasses and optimizers with other state are not compared.
+    """
+    kind = type(live.local)
+    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _OTHER_STATE:
+        return
+    of_groups: dict[int, tuple[str, set[str]]] = {}
+    for name, (parameter, group) in live.owned().items():
+        arrays = given.get(name, {})
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        for slot, array in arrays.items():
+            dtype = dtypes.name_of(array.dtype)
+            is_number = array.size == 1 or "F" in dtype or (dtype.startswith("C") and local.is_complex())
+            if array.size != 1 and (tuple(array.shape) != tuple(local.shape) or not is_number):
+                raise MismatchError(
+                    f"{show(f'{slot}.{name}')} is {dtype} of shape {tuple(array.shape)}; of {kind.__name__} it is "
+                    f"floating-point of the shape of its parameter, {tuple(local.shape)}",
+                    key=f"{slot}.{name}",
+                    hint="the state is of another optimizer or model, or damaged: start the optimizer with new state",
+                )
+        if own := set(recorded.get(name, ())):
+            first, slots = of_groups.setdefault(id(group), (name, own))
+            if slots != own:
+                raise MismatchError(
+                    f"the state of {show(name)} has {listed(map(show, sorted(own)))}, and that of {show(first)}, in "
+                    f"the same group, has {listed(map(show, sorted(slots)))}",
+                    key=name,
+                    hint="the state is incomplete: use another checkpoint, or start the optimizer with new state",
+                )

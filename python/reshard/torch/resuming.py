@@ -63,7 +63,11 @@ def check_has_optimizer(found: Read, saved: Mapping[str, Any], options: RestoreO
     Raises:
         MismatchError: it does not, and `strict` refuses missing state.
     """
-    if "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
+    record = saved.get("trainer", {}).get("optimizer")
+    if record is not None or found.has_optimizer:
+        is_adam = record is not None and any("betas" in group["options"] for group in record["groups"])
+        if is_adam and not found.has_optimizer and not found.holds_streams and not record["state"]:
+            return ["the checkpoint holds the options of the optimizer, and no state of it: it starts with new state"]
         return []
     if options.strict.missing == "error":
         argument = "fresh_optimizer=True" if options.only == "tensors" else "strict=False"
