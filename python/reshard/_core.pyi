@@ -616,11 +616,15 @@ class RemoteCounts(NamedTuple):
         n_requests: requests.
         fetched_bytes: bytes of their answers.
         wanted_bytes: bytes of the arrays that they were for.
+        gap_bytes: gaps of fewer bytes were read when requests were planned last; 0: none were.
+        n_at_once: how many requests were made at once then; 0: none were.
     """
 
     n_requests: int
     fetched_bytes: int
     wanted_bytes: int
+    gap_bytes: int
+    n_at_once: int
 
 class ObjectStatus(NamedTuple):
     """What a bucket says of a name.

@@ -197,11 +197,11 @@ def test_little_more_than_the_chunks_of_a_plan_is_fetched(
 
     everything, n_requests = load(list(tensors))
     assert total <= everything <= 1.05 * total
-    assert n_requests <= 12
+    assert n_requests <= 28  # of 2 MiB: all requests at once have a part
     chunk = 256 << 10
     one, n_requests = load(["w3"])
     assert 7_500_000 <= one <= 1.05 * (7_500_000 + 2 * chunk)
-    assert n_requests <= 3
+    assert n_requests <= 5
     small, n_requests = load([f"b{i:03}" for i in range(200)])
     assert small <= 1.05 * (200 * 900 + 2 * chunk)
     assert n_requests == 1
@@ -211,7 +211,7 @@ def test_little_more_than_the_chunks_of_a_plan_is_fetched(
     }
     part, n_requests = load(["w1"], rows, 2)
     assert part <= 1.05 * (7_500_000 // 4 + 2 * chunk)
-    assert n_requests <= 2
+    assert n_requests <= 3
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(s3: S3Server, prefix: str, tmp_path: Path) -> None:

@@ -51,18 +51,25 @@ class Fetched:
         n_requests: number of requests.
         fetched_bytes: bytes of their answers.
         wanted_bytes: bytes of the arrays that were loaded or written from there.
+        gap_bytes: gaps of fewer bytes were read when requests were planned last: that takes less time than another
+            request. 0: none were planned.
+        n_at_once: how many requests were made at once then.
     """
 
     n_requests: int = 0
     fetched_bytes: int = 0
     wanted_bytes: int = 0
+    gap_bytes: int = 0
+    n_at_once: int = 0
 
     def __sub__(self, earlier: Fetched) -> Fetched:
-        """What was fetched since `earlier`."""
+        """What was fetched since `earlier`; gap and number at once are the last ones."""
         return Fetched(
             self.n_requests - earlier.n_requests,
             self.fetched_bytes - earlier.fetched_bytes,
             self.wanted_bytes - earlier.wanted_bytes,
+            self.gap_bytes,
+            self.n_at_once,
         )
 
 

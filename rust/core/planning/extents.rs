@@ -9,6 +9,7 @@
 //! ```
 
 use crate::files::checksum::CHUNK_BYTES;
+use crate::files::source::Link;
 use std::collections::BTreeMap;
 
 /// How requests are planned.
@@ -20,12 +21,21 @@ pub struct Rules {
     pub request_bytes: u64,
 }
 
-impl Default for Rules {
-    fn default() -> Self {
-        // A request of an object store takes 20 to 40 ms before its first byte, and a connection 85 to 90 MB/s.
+/// Smaller requests take more of the processor for a byte.
+const MIN_REQUEST_BYTES: u64 = 2 << 20;
+/// Larger ones are not faster.
+const MAX_REQUEST_BYTES: u64 = 8 << 20;
+
+impl Rules {
+    /// The rules for a plan of so many bytes. If they are few, all requests at once have a part of them, so that they end at
+    /// about the same time. Sizes are powers of two: requests of several plans end at the same places, so that caches of
+    /// a service serve them.
+    pub fn of(link: Link, n_bytes: u64) -> Self {
+        let each = n_bytes / link.n_at_once.max(1) as u64;
+        let request_bytes = each.max(link.gap_bytes).min(MAX_REQUEST_BYTES);
         Self {
-            gap_bytes: 2 << 20,
-            request_bytes: 8 << 20,
+            gap_bytes: link.gap_bytes,
+            request_bytes: request_bytes.next_power_of_two().max(MIN_REQUEST_BYTES),
         }
     }
 }
@@ -41,10 +51,12 @@ pub struct Wanted {
     pub end: u64,
     /// The number of the part of the work. Parts are done about in their order.
     pub part: usize,
+    /// Whether it is fetched into its destination, and not kept until the part is done.
+    pub is_direct: bool,
 }
 
 /// A range of a source that one request fetches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
     /// The number of the source.
     pub source: u32,
@@ -54,6 +66,9 @@ pub struct Extent {
     pub end: u64,
     /// The first part of the work that needs it.
     pub first_part: usize,
+    /// What is kept of it: ranges apart from each other, in their order. The rest is fetched into its destination, or lies
+    /// in a gap.
+    pub kept: Vec<(u64, u64)>,
 }
 
 impl Extent {
@@ -72,6 +87,9 @@ pub struct Extents {
     pub of_parts: Vec<Vec<u32>>,
 }
 
+/// First byte and end of what a part of the work wants, the part, and whether it is direct.
+type Range = (u64, u64, usize, bool);
+
 /// Plans the requests of a number of parts of work.
 ///
 /// `size_of` returns the size of a source in bytes, and whether complete chunks of it are verified.
@@ -81,7 +99,7 @@ pub fn plan(
     rules: Rules,
     size_of: impl Fn(u32) -> (u64, bool),
 ) -> Extents {
-    let mut of_sources: BTreeMap<u32, Vec<(u64, u64, usize)>> = BTreeMap::new();
+    let mut of_sources: BTreeMap<u32, Vec<Range>> = BTreeMap::new();
     for one in wanted.iter().filter(|one| one.start < one.end) {
         let (n_bytes, in_chunks) = size_of(one.source);
         let (mut start, mut end) = (one.start, one.end.min(n_bytes));
@@ -95,14 +113,14 @@ pub fn plan(
         of_sources
             .entry(one.source)
             .or_default()
-            .push((start, end, one.part));
+            .push((start, end, one.part, one.is_direct));
     }
     let mut found = Vec::new(); // each extent with the parts that need it
     for (source, mut ranges) in of_sources {
         ranges.sort_unstable();
         let mut from = 0;
         while from < ranges.len() {
-            let (start, mut end, _) = ranges[from];
+            let (start, mut end, ..) = ranges[from];
             let mut until = from + 1;
             while until < ranges.len()
                 && ranges[until].0 <= end.saturating_add(rules.gap_bytes.saturating_sub(1))
@@ -138,13 +156,13 @@ pub fn plan(
 fn cut(
     source: u32,
     (start, end): (u64, u64),
-    ranges: &[(u64, u64, usize)],
+    ranges: &[Range],
     rules: Rules,
     found: &mut Vec<(Extent, Vec<usize>)>,
 ) {
     let request = rules.request_bytes.max(1);
     // The ranges are sorted by their start: those that reach into a piece begin before its end.
-    let mut active: Vec<(u64, u64, usize)> = Vec::new();
+    let mut active: Vec<Range> = Vec::new();
     let mut next = 0;
     let mut at = start;
     while at < end {
@@ -161,11 +179,20 @@ fn cut(
             let mut parts: Vec<usize> = active.iter().map(|range| range.2).collect();
             parts.sort_unstable();
             parts.dedup();
+            let mut kept: Vec<(u64, u64)> = Vec::new();
+            for range in active.iter().filter(|range| !range.3) {
+                let (from, to) = (range.0.max(at), range.1.min(until));
+                match kept.last_mut() {
+                    Some(last) if from <= last.1 => last.1 = last.1.max(to),
+                    _ => kept.push((from, to)),
+                }
+            }
             let extent = Extent {
                 source,
                 start: first,
                 end: last,
                 first_part: parts[0],
+                kept,
             };
             found.push((extent, parts));
         }
@@ -219,6 +246,34 @@ mod tests {
                 assert!(extent.start.is_multiple_of(CHUNK));
                 assert!(extent.end.is_multiple_of(CHUNK) || extent.end == size);
             }
+            // What is kept is what is wanted of it and not direct.
+            let kept = &extent.kept;
+            assert!(kept.iter().all(|range| extent.start <= range.0
+                && range.0 < range.1
+                && range.1 <= extent.end));
+            assert!(
+                kept.windows(2).all(|pair| pair[0].1 < pair[1].0),
+                "{extent:?}"
+            );
+            let widened = |one: &Wanted| match in_chunks {
+                true => (
+                    one.start / CHUNK * CHUNK,
+                    one.end.next_multiple_of(CHUNK).min(size),
+                ),
+                false => (one.start, one.end),
+            };
+            for at in (extent.start..extent.end).step_by(CHUNK_BYTES / 2) {
+                let is_wanted = |one: &&Wanted| {
+                    let (start, end) = widened(one);
+                    one.source == extent.source && !one.is_direct && start <= at && at < end
+                };
+                let is_kept = kept.iter().any(|range| range.0 <= at && at < range.1);
+                assert_eq!(
+                    is_kept,
+                    wanted.iter().any(|one| is_wanted(&one)),
+                    "{at} of {extent:?}"
+                );
+            }
             let parts: Vec<usize> = (0..n_parts)
                 .filter(|&part| planned.of_parts[part].contains(&(number as u32)))
                 .collect();
@@ -261,14 +316,15 @@ mod tests {
     proptest! {
         #[test]
         fn extents_hold_what_is_wanted_and_little_else(
-            ranges in prop::collection::vec((0..2_u32, 0..40 * CHUNK, 1..6 * CHUNK, 0..5_usize), 0..20),
+            ranges in prop::collection::vec((0..2_u32, 0..40 * CHUNK, 1..6 * CHUNK, 0..5_usize, any::<bool>()), 0..20),
             gap_chunks in 0..6_u64,
             request_chunks in 1..8_u64,
             in_chunks: bool,
         ) {
             let sizes = [44 * CHUNK + 77, 46 * CHUNK];
-            let wanted: Vec<_> = ranges.into_iter().map(|(source, start, n, part)| {
-                Wanted { source, start, end: start + n.min(sizes[source as usize] - start), part }
+            let wanted: Vec<_> = ranges.into_iter().map(|(source, start, n, part, is_direct)| {
+                let end = start + n.min(sizes[source as usize] - start);
+                Wanted { source, start, end, part, is_direct }
             }).collect();
             let rules = Rules { gap_bytes: gap_chunks * CHUNK, request_bytes: request_chunks * CHUNK };
             check(&wanted, 5, rules, &sizes, in_chunks);
@@ -277,12 +333,13 @@ mod tests {
 
     #[test]
     fn neighbours_are_one_request_and_distant_ranges_are_two() {
-        let rules = Rules::default();
+        let rules = Rules::of(Link::default(), 1 << 30);
         let one = |start, part| Wanted {
             source: 0,
             start,
             end: start + 100,
             part,
+            is_direct: false,
         };
         let planned = plan(
             &[one(0, 0), one(1 << 20, 1), one(64 << 20, 2)],
@@ -303,14 +360,36 @@ mod tests {
     }
 
     #[test]
+    fn a_slow_answer_makes_large_gaps_and_few_bytes_make_small_requests() {
+        let of = |gap_bytes, n_at_once, n_bytes| {
+            let link = Link {
+                gap_bytes,
+                n_at_once,
+            };
+            Rules::of(link, n_bytes)
+        };
+        let rules = |gap_bytes, request_bytes| Rules {
+            gap_bytes,
+            request_bytes,
+        };
+        assert_eq!(of(CHUNK, 32, 1 << 20), rules(CHUNK, 2 << 20));
+        assert_eq!(of(CHUNK, 32, 120_000_000), rules(CHUNK, 4 << 20));
+        assert_eq!(of(CHUNK, 4, 120_000_000), rules(CHUNK, 8 << 20));
+        assert_eq!(of(3 << 20, 32, 1 << 20), rules(3 << 20, 4 << 20));
+        assert_eq!(of(16 << 20, 64, 1 << 40), rules(16 << 20, 8 << 20));
+    }
+
+    #[test]
     fn a_long_range_is_cut() {
         let wanted = [Wanted {
             source: 0,
             start: 100,
             end: 20 << 20,
             part: 0,
+            is_direct: false,
         }];
-        let planned = plan(&wanted, 1, Rules::default(), |_| (20 << 20, false));
+        let rules = Rules::of(Link::default(), 1 << 30);
+        let planned = plan(&wanted, 1, rules, |_| (20 << 20, false));
         let found: Vec<_> = planned
             .in_order
             .iter()

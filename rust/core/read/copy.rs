@@ -26,9 +26,12 @@ use crate::planning::extents::Rules;
 use crate::planning::plan::{Array, Plan, PlanSource};
 use crate::read::fetch::{BoxCopy, Faulted, Run};
 use crate::read::readahead::{Piece, Readahead};
-use crate::read::window::{Direct, Early, Window, add_wanted, has_remote, plan_extents};
+use crate::read::window::{Direct, Early, Window, add_wanted, has_remote, link_of, plan_extents};
+use std::collections::BTreeMap;
 
 const BAND_BYTES: u64 = 2 << 20;
+/// Shorter runs of remote sources are copied.
+const MIN_DIRECT_BYTES: u64 = 2 * CHUNK_BYTES as u64;
 
 /// Fills one slice per array. Each slice has the size of its array in bytes.
 ///
@@ -61,7 +64,7 @@ pub fn fill(
         // On the pool, so that the calling thread handles signals while bands wait for requests.
         return team.install(|| fill_remote(plan, &checks, spans, stores, control));
     }
-    let (bands, _) = split(plan, &checks, spans);
+    let bands = split(plan, &checks, spans);
     let pieces = bands
         .iter()
         .map(|band| band.iter().map(Band::piece).collect());
@@ -103,13 +106,11 @@ fn fill_remote(
     stores: Stores,
     control: &Control,
 ) -> Result<()> {
-    let rules = Rules::default();
-    let (spans, mut direct) = take_direct(plan, checks, spans, rules);
-    let (bands, first_bands) = split(plan, checks, spans);
-    for run in &mut direct {
-        run.before = first_bands.get(run.before).copied().unwrap_or(usize::MAX);
-    }
-    let mut wanted = Vec::new();
+    let rules = Rules::of(link_of(plan), plan.n_bytes());
+    let (spans, direct) = take_direct(plan, checks, spans, rules);
+    let bands = split(plan, checks, spans);
+    // The runs are a part of the work that comes after all bands: those begin while the runs arrive.
+    let mut wanted: Vec<_> = direct.iter().map(|run| run.wanted(bands.len())).collect();
     for (number, band) in bands.iter().enumerate() {
         add_wanted(
             plan,
@@ -119,8 +120,8 @@ fn fill_remote(
             &mut wanted,
         );
     }
-    let extents = plan_extents(plan, checks, &wanted, bands.len(), rules);
-    let window = Window::new(plan, &extents, direct);
+    let extents = plan_extents(plan, checks, &wanted, bands.len() + 1, rules);
+    let window = Window::new(plan, &extents, rules, direct);
     window.run(control, || {
         Team::current().for_each(bands, |number, band| {
             window.wait_for(number, control)?;
@@ -139,8 +140,7 @@ fn fill_remote(
     })
 }
 
-/// Takes long runs of remote sources out of the spans: they are fetched into the destination. [`Direct::before`] is the
-/// number of the span that follows.
+/// Takes long runs of remote sources out of the spans: they are fetched into the destination.
 fn take_direct<'a>(
     plan: &'a Plan<'_>,
     checks: &'a Checks,
@@ -148,6 +148,7 @@ fn take_direct<'a>(
     rules: Rules,
 ) -> (Vec<Span<'a>>, Vec<Direct<'a>>) {
     let (mut rest, mut direct) = (Vec::new(), Vec::new());
+    let mut taken = BTreeMap::new(); // the end of each run, by source and first byte
     for span in spans {
         let array = span.array;
         let file = array
@@ -171,13 +172,19 @@ fn take_direct<'a>(
             };
         }
         let fits = array.stored == array.dtype
-            && first + rules.request_bytes <= last
+            && first + MIN_DIRECT_BYTES <= last
             && (first - start).is_multiple_of(unit)
-            && (last - start).is_multiple_of(unit);
+            && (last - start).is_multiple_of(unit)
+            // Bytes of two destinations are fetched once, and copied.
+            && taken
+                .range(..(copy_op.source, last))
+                .next_back()
+                .is_none_or(|(&(source, _), &end)| source != copy_op.source || end <= first);
         if !file.source().is_remote() || !fits {
             rest.push(span);
             continue;
         }
+        taken.insert((copy_op.source, first), last);
         let (head, after) = span.to.split_at_mut((first - start) as usize);
         let (middle, tail) = after.split_at_mut((last - first) as usize);
         if !head.is_empty() {
@@ -193,11 +200,11 @@ fn take_direct<'a>(
             let until = ((at / rules.request_bytes + 1) * rules.request_bytes).min(last);
             let (to, after) = left.split_at_mut((until - at) as usize);
             direct.push(Direct {
+                source: copy_op.source,
                 file,
                 checksums,
                 start: at,
                 to,
-                before: rest.len(),
                 name: &array.name,
             });
             (at, left) = (until, after);
@@ -244,15 +251,9 @@ fn spans<'a>(plan: &'a Plan<'_>, out: Vec<&'a mut [u8]>) -> Result<Vec<Span<'a>>
         .collect()
 }
 
-/// The bands of all spans, in their order, and the number of the band in which each span begins. A band that begins in the
-/// page of the band before copies that part last.
-fn split<'a>(
-    plan: &'a Plan<'_>,
-    checks: &Checks,
-    spans: Vec<Span<'a>>,
-) -> (Vec<Vec<Band<'a>>>, Vec<usize>) {
+/// The bands of all spans, in their order. A band that begins in the page of the band before copies that part last.
+fn split<'a>(plan: &'a Plan<'_>, checks: &Checks, spans: Vec<Span<'a>>) -> Vec<Vec<Band<'a>>> {
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
-    let mut first_bands = Vec::with_capacity(spans.len());
     let mut free_bytes = BAND_BYTES;
     let mut last_byte = 0; // the address of the last byte in the last band
     for Span {
@@ -262,7 +263,6 @@ fn split<'a>(
     } in spans
     {
         let verified_from = verified_run(plan, checks, array);
-        first_bands.push(bands.len() - 1);
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
             if rest.len() as u64 >= BAND_BYTES {
@@ -305,7 +305,7 @@ fn split<'a>(
             }
         }
     }
-    (bands, first_bands)
+    bands
 }
 
 struct Band<'a> {
@@ -477,7 +477,7 @@ mod tests {
                 out.push(one);
                 rest = after;
             }
-            let (bands, _) = split(&plan, &Checks::new(&plan), spans(&plan, out).unwrap());
+            let bands = split(&plan, &Checks::new(&plan), spans(&plan, out).unwrap());
             let mut first_pages = Vec::new();
             let mut n_split = 0;
             for band in bands.into_iter().filter(|band| !band.is_empty()) {

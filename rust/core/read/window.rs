@@ -1,33 +1,38 @@
 //! Requests of remote sources, sent before the bands that need the bytes: several at once, in bounded memory.
 //!
 //! Threads fetch the extents of a plan in their order. Long runs are fetched straight into the destination and verified
-//! there; other extents are kept until the last band that needs them is done. A band waits for its extents. If memory is
-//! used up, no request is begun, unless a band waits for it: then there are at most as many extents more as bands need at
-//! once.
+//! there; the rest of an extent is kept until the last band that needs it is done. A band waits for its extents. If memory
+//! is used up, no request is begun that needs some, unless a band waits for it: then there are at most as many extents
+//! more as bands need at once. How many threads there are follows [`Link::n_at_once`].
 
+use crate::bytes::memory::Memory;
 use crate::bytes::strided::{Dim, restrict, src_span};
 use crate::check::verify::{Checks, verify_chunks};
 use crate::control::Control;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::files::checksum::Checksums;
 use crate::files::shard_file::ShardFile;
+use crate::files::source::Link;
 use crate::planning::extents::{self, Extents, Rules, Wanted};
 use crate::planning::plan::{CopyOp, Plan, PlanSource};
 use crate::read::readahead::{Piece, skips_gaps};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, Scope};
 use std::time::Duration;
 
 /// The most bytes that are kept for bands, or being fetched for them.
 const BUDGET_BYTES: u64 = 256 << 20;
-/// Requests at once. More than 32 are not faster on object stores.
-const N_REQUESTS: usize = 32;
+/// Memory for so many bytes is used again for other extents: to clear new pages takes longer than to fill them.
+const MIN_REUSED_BYTES: u64 = 1 << 20;
 /// How often a waiting band looks whether the run was cancelled.
 const TICK: Duration = Duration::from_millis(50);
 
-/// A run that is fetched into its destination.
+/// A run that is fetched into its destination. No two of a source overlap.
 pub(crate) struct Direct<'a> {
+    /// The number of the source.
+    pub(crate) source: u32,
     /// The file.
     pub(crate) file: &'a ShardFile,
     /// Its checksums, if it is verified. Then the run consists of complete chunks.
@@ -36,10 +41,21 @@ pub(crate) struct Direct<'a> {
     pub(crate) start: u64,
     /// The destination.
     pub(crate) to: &'a mut [u8],
-    /// The band before which it is fetched.
-    pub(crate) before: usize,
     /// The array, for messages.
     pub(crate) name: &'a str,
+}
+
+impl Direct<'_> {
+    /// Its range, as that of a part of the work.
+    pub(crate) fn wanted(&self, part: usize) -> Wanted {
+        Wanted {
+            source: self.source,
+            start: self.start,
+            end: self.start + self.to.len() as u64,
+            part,
+            is_direct: true,
+        }
+    }
 }
 
 static WANTED_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -70,6 +86,10 @@ pub(crate) struct Window<'a> {
     extents: &'a Extents,
     /// The numbers of the extents of each source, sorted by their first byte.
     of_sources: Vec<Vec<u32>>,
+    /// The ranges of each extent that are kept. A run that overlaps one is fetched with it, and copied.
+    kept: Vec<Vec<(u64, u64)>>,
+    request_bytes: u64,
+    n_threads: AtomicUsize,
     state: Mutex<State<'a>>,
     changed: Condvar,
     budget_bytes: u64,
@@ -77,13 +97,17 @@ pub(crate) struct Window<'a> {
 
 struct State<'a> {
     slots: Vec<Slot>,
-    /// How many bands still need each extent.
+    /// How many bands still need each extent, and whether runs do.
     n_users: Vec<usize>,
+    /// The runs of each extent, sorted.
+    direct: Vec<Vec<Direct<'a>>>,
     next: usize,
     /// Extents before this one are needed by a band that waits.
     urgent: usize,
+    /// Extents of which nothing is kept.
+    without_memory: VecDeque<u32>,
     held_bytes: u64,
-    direct: VecDeque<Direct<'a>>,
+    free: Vec<Memory>,
     outcome: Result<()>,
     is_stopped: bool,
 }
@@ -91,17 +115,91 @@ struct State<'a> {
 enum Slot {
     Waiting,
     Fetching,
-    Ready(Arc<Vec<u8>>),
+    Ready(Arc<Kept>),
     Done,
 }
 
-enum Job<'a> {
-    Extent(u32),
-    Direct(Direct<'a>),
+impl State<'_> {
+    fn has_waiting(&self) -> bool {
+        self.next < self.slots.len() || !self.without_memory.is_empty()
+    }
+}
+
+/// What is kept of an extent: its ranges one after the other in memory.
+struct Kept {
+    /// First byte and end in the source, and where the range begins in memory.
+    ranges: Vec<(u64, u64, usize)>,
+    bytes: Bytes,
+}
+
+impl Kept {
+    fn new(ranges: &[(u64, u64)], bytes: Bytes) -> Self {
+        let mut at = 0;
+        let with_place = |&(start, end): &(u64, u64)| {
+            let begin = at;
+            at += (end - start) as usize;
+            (start, end, begin)
+        };
+        Self {
+            ranges: ranges.iter().map(with_place).collect(),
+            bytes,
+        }
+    }
+
+    /// A range; `None` if a part of it is not kept.
+    fn get(&self, start: u64, end: u64) -> Option<&[u8]> {
+        let next = self.ranges.partition_point(|range| range.1 <= start);
+        let &(first, last, at) = self.ranges.get(next)?;
+        let is_inside = first <= start && end <= last;
+        let from = at + start.saturating_sub(first) as usize;
+        is_inside.then(|| &self.bytes.as_slice()[from..from + (end - start) as usize])
+    }
+}
+
+/// Whether the byte at a position is in one of some sorted ranges.
+fn is_kept(ranges: &[(u64, u64)], at: u64) -> bool {
+    let next = ranges.partition_point(|range| range.1 <= at);
+    ranges.get(next).is_some_and(|range| range.0 <= at)
+}
+
+/// Adds a range to sorted ranges that are apart, if it overlaps one of them.
+fn keep_overlapped(ranges: &mut Vec<(u64, u64)>, start: u64, end: u64) {
+    let first = ranges.partition_point(|range| range.1 <= start);
+    let last = ranges.partition_point(|range| range.0 < end);
+    if first < last {
+        let joined = (start.min(ranges[first].0), end.max(ranges[last - 1].1));
+        ranges.splice(first..last, [joined]);
+    }
+}
+
+enum Bytes {
+    Small(Vec<u8>),
+    Reused(Memory),
+}
+
+impl Bytes {
+    fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Small(bytes) => bytes,
+            Self::Reused(memory) => memory.as_slice(),
+        }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [u8] {
+        match self {
+            Self::Small(bytes) => bytes,
+            Self::Reused(memory) => memory.as_mut_slice(),
+        }
+    }
 }
 
 impl<'a> Window<'a> {
-    pub(crate) fn new(plan: &'a Plan<'a>, extents: &'a Extents, direct: Vec<Direct<'a>>) -> Self {
+    pub(crate) fn new(
+        plan: &'a Plan<'a>,
+        extents: &'a Extents,
+        rules: Rules,
+        direct: Vec<Direct<'a>>,
+    ) -> Self {
         let mut of_sources = vec![Vec::new(); plan.sources.len()];
         for (number, extent) in extents.in_order.iter().enumerate() {
             of_sources[extent.source as usize].push(number as u32);
@@ -113,17 +211,44 @@ impl<'a> Window<'a> {
         for &number in extents.of_parts.iter().flatten() {
             n_users[number as usize] += 1;
         }
+        let mut kept: Vec<_> = extents
+            .in_order
+            .iter()
+            .map(|one| one.kept.clone())
+            .collect();
+        let mut of_extents: Vec<Vec<Direct<'_>>> = kept.iter().map(|_| Vec::new()).collect();
+        for run in direct {
+            // It lies in one extent: both are cut at multiples of the size of a request.
+            let numbers = &of_sources[run.source as usize];
+            let starts_before =
+                |&number: &u32| extents.in_order[number as usize].start <= run.start;
+            let number = numbers[numbers.partition_point(starts_before) - 1] as usize;
+            keep_overlapped(
+                &mut kept[number],
+                run.start,
+                run.start + run.to.len() as u64,
+            );
+            of_extents[number].push(run);
+        }
+        let without_memory =
+            (0..kept.len() as u32).filter(|&number| kept[number as usize].is_empty());
+        let without_memory = without_memory.collect();
         Self {
+            kept,
             plan,
             extents,
             of_sources,
+            request_bytes: rules.request_bytes,
+            n_threads: AtomicUsize::new(0),
             state: Mutex::new(State {
                 slots: extents.in_order.iter().map(|_| Slot::Waiting).collect(),
                 n_users,
+                direct: of_extents,
                 next: 0,
                 urgent: 0,
+                without_memory,
                 held_bytes: 0,
-                direct: direct.into(),
+                free: Vec::new(),
                 outcome: Ok(()),
                 is_stopped: false,
             }),
@@ -135,18 +260,15 @@ impl<'a> Window<'a> {
     /// Runs `work` while threads fetch what it needs; then waits for the runs that are fetched into the destination.
     pub(crate) fn run<T>(&self, control: &Control, work: impl FnOnce() -> Result<T>) -> Result<T> {
         WANTED_BYTES.fetch_add(self.plan.n_bytes(), Ordering::Relaxed);
-        let n_jobs = self.extents.in_order.len() + self.lock().direct.len();
+        let n_at_once = link_of(self.plan).n_at_once;
         let value = std::thread::scope(|scope| {
-            let mut n_started = 0;
-            for number in 0..N_REQUESTS.min(n_jobs) {
-                let thread = std::thread::Builder::new().name(format!("reshard-fetch-{number}"));
-                let fetch = || self.fetch(control);
-                n_started += usize::from(thread.spawn_scoped(scope, fetch).is_ok());
+            for _ in 0..n_at_once.min(self.extents.in_order.len()) {
+                if !self.start(scope, control) {
+                    break;
+                }
             }
-            if n_started == 0 {
-                // Without a thread, bands read what they need themselves.
-                self.lock().slots.fill_with(|| Slot::Done);
-                self.fetch(control);
+            if self.n_threads.load(Ordering::Relaxed) == 0 && !self.extents.in_order.is_empty() {
+                return Err(Error::new(Kind::Io, "cannot start a thread for requests"));
             }
             // Also if the work panics: the scope waits for its threads.
             let unfinished = Stop(self);
@@ -160,6 +282,23 @@ impl<'a> Window<'a> {
         outcome.map(|()| value)
     }
 
+    /// Starts a thread that fetches.
+    fn start<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        control: &'scope Control,
+    ) -> bool {
+        let number = self.n_threads.fetch_add(1, Ordering::Relaxed);
+        let thread = Builder::new().name(format!("reshard-fetch-{number}"));
+        let is_started = thread
+            .spawn_scoped(scope, move || self.fetch(scope, control))
+            .is_ok();
+        if !is_started {
+            self.n_threads.fetch_sub(1, Ordering::Relaxed);
+        }
+        is_started
+    }
+
     /// Begins no other request.
     fn stop(&self, outcome: Result<()>) {
         let mut state = self.lock();
@@ -171,50 +310,56 @@ impl<'a> Window<'a> {
         self.changed.notify_all();
     }
 
-    /// Fetches until nothing is left.
-    fn fetch(&self, control: &Control) {
-        while let Some(job) = self.next_job() {
-            let done = match job {
-                Job::Extent(number) => self.fetch_extent(number, control),
-                Job::Direct(mut run) => fetch_direct(&mut run, control),
-            };
+    /// Fetches until nothing is left, or until fewer requests at once are faster.
+    fn fetch<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, control: &'scope Control) {
+        while let Some(number) = self.next_extent() {
+            let done = self.fetch_extent(number, control);
             if let Err(error) = done.and_then(|()| control.check()) {
                 self.stop(Err(error));
+            }
+            let n_at_once = link_of(self.plan).n_at_once.max(1);
+            if self.n_threads.load(Ordering::Relaxed) < n_at_once && self.lock().has_waiting() {
+                self.start(scope, control);
+            }
+            let fewer = |n: usize| (n > n_at_once).then(|| n - 1);
+            let order = Ordering::Relaxed;
+            if self.n_threads.fetch_update(order, order, fewer).is_ok() {
+                return;
             }
         }
     }
 
-    fn next_job(&self) -> Option<Job<'a>> {
+    fn next_extent(&self) -> Option<u32> {
         let mut state = self.lock();
         loop {
             if state.is_stopped {
                 return None;
             }
             let next = state.next;
-            let extent = self.extents.in_order.get(next);
-            let is_due =
-                |run: &Direct<'_>| extent.is_none_or(|extent| run.before <= extent.first_part);
-            if state.direct.front().is_some_and(is_due) {
-                return state.direct.pop_front().map(Job::Direct);
-            }
-            let extent = extent?;
-            if !matches!(state.slots[next], Slot::Waiting) {
+            let has_next = next < state.slots.len();
+            if has_next && !matches!(state.slots[next], Slot::Waiting) {
                 state.next += 1;
                 continue;
             }
-            let n_bytes = extent.n_bytes();
-            if next < state.urgent
-                || state.held_bytes == 0
-                || state.held_bytes + n_bytes <= self.budget_bytes
+            let n_bytes = if has_next { self.held_by(next) } else { 0 };
+            if has_next
+                && (next < state.urgent
+                    || state.held_bytes == 0
+                    || state.held_bytes + n_bytes <= self.budget_bytes)
             {
                 state.next += 1;
                 state.held_bytes += n_bytes;
                 state.slots[next] = Slot::Fetching;
-                return Some(Job::Extent(next as u32));
+                return Some(next as u32);
             }
-            // Runs for the destination need no memory.
-            if let Some(run) = state.direct.pop_front() {
-                return Some(Job::Direct(run));
+            while let Some(number) = state.without_memory.pop_front() {
+                if matches!(state.slots[number as usize], Slot::Waiting) {
+                    state.slots[number as usize] = Slot::Fetching;
+                    return Some(number);
+                }
+            }
+            if !has_next {
+                return None;
             }
             state = self
                 .changed
@@ -223,28 +368,81 @@ impl<'a> Window<'a> {
         }
     }
 
+    /// Bytes of memory for an extent.
+    fn held_by(&self, number: usize) -> u64 {
+        let n_bytes = self.kept[number]
+            .iter()
+            .map(|(start, end)| end - start)
+            .sum();
+        if n_bytes < MIN_REUSED_BYTES.min(self.request_bytes) {
+            n_bytes
+        } else {
+            self.request_bytes
+        }
+    }
+
+    /// Memory for what is kept of an extent.
+    fn memory(&self, number: usize) -> Result<Bytes> {
+        let n_bytes = self.held_by(number);
+        if n_bytes < self.request_bytes {
+            return Ok(Bytes::Small(vec![0; n_bytes as usize]));
+        }
+        let free = self.lock().free.pop();
+        free.map_or_else(|| Memory::new(n_bytes as usize), Ok)
+            .map(Bytes::Reused)
+    }
+
     fn fetch_extent(&self, number: u32, control: &Control) -> Result<()> {
-        let extent = &self.extents.in_order[number as usize];
+        let at = number as usize;
+        let extent = &self.extents.in_order[at];
         let PlanSource::File(_, file) = &self.plan.sources[extent.source as usize] else {
             return Ok(());
         };
-        let mut bytes = Vec::new();
-        bytes
-            .try_reserve_exact(extent.n_bytes() as usize)
-            .map_err(|_| {
-                let error = std::io::Error::from(std::io::ErrorKind::OutOfMemory);
-                Error::io(
-                    "cannot allocate memory for a part of",
-                    file.source().path(),
-                    &error,
-                )
-            })?;
-        bytes.resize(extent.n_bytes() as usize, 0);
-        file.source().read_at(extent.start, &mut bytes)?;
+        let mut runs = std::mem::take(&mut self.lock().direct[at]);
+        let mut bytes = self.memory(at)?;
+        let kept = &self.kept[at];
+        let mut parts: Vec<(u64, &mut [u8])> = Vec::new();
+        let mut rest = bytes.as_mut_slice();
+        for &(start, end) in kept {
+            let (here, after) = rest.split_at_mut((end - start) as usize);
+            parts.push((start, here));
+            rest = after;
+        }
+        for run in runs.iter_mut().filter(|run| !is_kept(kept, run.start)) {
+            parts.push((run.start, &mut *run.to));
+        }
+        fetch_parts(file, extent.start, parts)?;
         control.fetched(extent.n_bytes());
-        self.lock().slots[number as usize] = Slot::Ready(Arc::new(bytes));
+        let kept = Kept::new(kept, bytes);
+        for run in &mut runs {
+            if let Some(from) = kept.get(run.start, run.start + run.to.len() as u64) {
+                run.to.copy_from_slice(from);
+            }
+            verify_direct(run).map_err(|error| error.key(run.name))?;
+            control.advance(run.to.len() as u64);
+        }
+        let mut state = self.lock();
+        state.slots[at] = Slot::Ready(Arc::new(kept));
+        if !runs.is_empty() {
+            self.leave(&mut state, at);
+        }
+        drop(state);
         self.changed.notify_all();
         Ok(())
+    }
+
+    /// Notes that one of those that need an extent needs it no more.
+    fn leave(&self, state: &mut State<'_>, number: usize) {
+        state.n_users[number] -= 1;
+        if state.n_users[number] > 0 {
+            return;
+        }
+        state.held_bytes = state.held_bytes.saturating_sub(self.held_by(number));
+        if let Slot::Ready(kept) = std::mem::replace(&mut state.slots[number], Slot::Done)
+            && let Some(Bytes::Reused(memory)) = Arc::into_inner(kept).map(|kept| kept.bytes)
+        {
+            state.free.push(memory);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<'a>> {
@@ -288,13 +486,7 @@ impl Early for Window<'_> {
     fn finish(&self, band: usize) {
         let mut state = self.lock();
         for &number in &self.extents.of_parts[band] {
-            let number = number as usize;
-            state.n_users[number] -= 1;
-            if state.n_users[number] == 0 {
-                state.slots[number] = Slot::Done;
-                let n_bytes = self.extents.in_order[number].n_bytes();
-                state.held_bytes = state.held_bytes.saturating_sub(n_bytes);
-            }
+            self.leave(&mut state, number as usize);
         }
         drop(state);
         self.changed.notify_all();
@@ -311,16 +503,11 @@ impl Early for Window<'_> {
             if at == end {
                 break;
             }
-            let extent = extent(number);
-            let (true, Slot::Ready(bytes)) = (extent.start <= at, &state.slots[number as usize])
-            else {
+            let Slot::Ready(kept) = &state.slots[number as usize] else {
                 return false;
             };
-            let until = extent.end.min(end);
-            parts.push((
-                Arc::clone(bytes),
-                (at - extent.start) as usize..(until - extent.start) as usize,
-            ));
+            let until = extent(number).end.min(end);
+            parts.push((Arc::clone(kept), at, until));
             at = until;
         }
         drop(state);
@@ -328,13 +515,25 @@ impl Early for Window<'_> {
             return false;
         }
         let mut rest = to;
-        for (bytes, range) in parts {
-            let (here, after) = rest.split_at_mut(range.len());
-            here.copy_from_slice(&bytes[range]);
+        for (kept, at, until) in &parts {
+            let Some(from) = kept.get(*at, *until) else {
+                return false;
+            };
+            let (here, after) = rest.split_at_mut(from.len());
+            here.copy_from_slice(from);
             rest = after;
         }
         true
     }
+}
+
+/// How requests of a plan are made: as those for its first remote source.
+pub(crate) fn link_of(plan: &Plan<'_>) -> Link {
+    let mut links = plan.sources.iter().filter_map(|source| match source {
+        PlanSource::File(_, file) if file.source().is_remote() => Some(file.source().link()),
+        _ => None,
+    });
+    links.next().unwrap_or_default()
 }
 
 /// Whether a source is on another host.
@@ -394,6 +593,7 @@ fn add_box(
         start,
         end,
         part,
+        is_direct: false,
     });
 }
 
@@ -416,22 +616,29 @@ pub(crate) fn plan_extents(
     })
 }
 
-fn fetch_direct(run: &mut Direct<'_>, control: &Control) -> Result<()> {
-    let mut fetch = || {
-        run.file.source().read_at(run.start, run.to)?;
-        control.fetched(run.to.len() as u64);
-        if let Some(checksums) = run.checksums {
-            verify_chunks(
-                run.file,
-                checksums,
-                checksums.chunks_over(run.start, 1).start,
-                run.to,
-            )?;
-        }
-        control.advance(run.to.len() as u64);
-        Ok(())
+/// Fetches ranges of a file that are apart, and what is between them, by one request that begins at `start`.
+fn fetch_parts(file: &ShardFile, start: u64, mut parts: Vec<(u64, &mut [u8])>) -> Result<()> {
+    parts.sort_unstable_by_key(|part| part.0);
+    let mut at = start;
+    let gap_before = |(start, part): &(u64, &mut [u8])| {
+        let n_bytes = start - at;
+        at = start + part.len() as u64;
+        vec![0; n_bytes as usize]
     };
-    fetch().map_err(|error: Error| error.key(run.name))
+    let mut gaps: Vec<Vec<u8>> = parts.iter().map(gap_before).collect();
+    let both = gaps.iter_mut().zip(parts);
+    let mut to: Vec<&mut [u8]> = both
+        .flat_map(|(gap, (_, part))| [&mut gap[..], part])
+        .collect();
+    file.source().read_parts(start, &mut to)
+}
+
+fn verify_direct(run: &Direct<'_>) -> Result<()> {
+    let Some(checksums) = run.checksums else {
+        return Ok(());
+    };
+    let first = checksums.chunks_over(run.start, 1).start;
+    verify_chunks(run.file, checksums, first, run.to)
 }
 
 #[cfg(test)]
@@ -459,15 +666,20 @@ mod tests {
         /// The request with this number fails.
         fails_at: u64,
         n_requests: AtomicU64,
+        n_open: AtomicUsize,
     }
+
+    const N_AT_ONCE: usize = 3;
 
     impl Ranges for Remote {
         fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
             let number = self.n_requests.fetch_add(1, Ordering::SeqCst);
+            assert!(self.n_open.fetch_add(1, Ordering::SeqCst) < N_AT_ONCE);
             if number == self.fails_at {
                 return Err(Error::new(Kind::Io, "as intended"));
             }
             std::thread::sleep(Duration::from_millis(1));
+            self.n_open.fetch_sub(1, Ordering::SeqCst);
             let start = start as usize;
             to.copy_from_slice(&self.bytes[start..start + to.len()]);
             self.requests
@@ -479,6 +691,25 @@ mod tests {
 
         fn is_remote(&self) -> bool {
             true
+        }
+
+        fn link(&self) -> Link {
+            Link {
+                gap_bytes: 2 << 20,
+                n_at_once: N_AT_ONCE,
+            }
+        }
+
+        fn read_parts(&self, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
+            let mut all = vec![0; to.iter().map(|part| part.len()).sum()];
+            self.read_at(start, &mut all)?;
+            let mut rest = &all[..];
+            for part in to {
+                let (here, after) = rest.split_at(part.len());
+                part.copy_from_slice(here);
+                rest = after;
+            }
+            Ok(())
         }
     }
 
@@ -540,6 +771,7 @@ mod tests {
                     requests: Arc::clone(&of_source),
                     fails_at,
                     n_requests: AtomicU64::new(0),
+                    n_open: AtomicUsize::new(0),
                 };
                 let path = PathBuf::from("s3://b/model.safetensors");
                 Ok(Source::of_ranges(
@@ -572,8 +804,31 @@ mod tests {
         request
     }
 
+    /// As `request`, and bytes of the run two and three times.
+    fn repeated() -> Request {
+        let mut request = request();
+        for (name, start, len) in [
+            ("again", 0, 20 << 20),
+            ("part", 3 << 20, 9 << 20),
+            ("byte", 5_000_000, 1),
+        ] {
+            let region = Region::new(vec![start], vec![len]).unwrap();
+            request.add_region(name, "run", region);
+        }
+        request
+    }
+
     fn filled(index: &Index, verify: bool, control: &Control) -> Result<Vec<Vec<u8>>> {
-        let plan = index.plan(&request(), None, verify)?;
+        filled_with(&request(), index, verify, control)
+    }
+
+    fn filled_with(
+        request: &Request,
+        index: &Index,
+        verify: bool,
+        control: &Control,
+    ) -> Result<Vec<Vec<u8>>> {
+        let plan = index.plan(request, None, verify)?;
         let mut out: Vec<Vec<u8>> = plan
             .arrays()
             .iter()
@@ -586,7 +841,10 @@ mod tests {
 
     #[test]
     fn what_is_fetched_early_is_what_a_file_holds_and_nothing_is_fetched_twice() {
-        for summed in [true, false] {
+        for (summed, request) in [true, false]
+            .into_iter()
+            .flat_map(|summed| [(summed, request()), (summed, repeated())])
+        {
             let folder = tempfile::tempdir().unwrap();
             let (index, requests, n_bytes) = remote(folder.path(), u64::MAX, summed);
             let mut local = Index::new();
@@ -598,8 +856,9 @@ mod tests {
             local.add_whole_file(file).unwrap();
             requests.lock().unwrap().clear();
             let control = Control::default();
-            let found = filled(&index, summed, &control).unwrap();
-            assert!(found == filled(&local, false, &Control::default()).unwrap());
+            let found = filled_with(&request, &index, summed, &control).unwrap();
+            let expected = filled_with(&request, &local, false, &Control::default());
+            assert!(found == expected.unwrap());
             let mut requests = requests.lock().unwrap().clone();
             requests.sort_unstable();
             for pair in requests.windows(2) {
@@ -701,6 +960,7 @@ mod tests {
                 start: i << 20,
                 end: (i + 1) << 20,
                 part: i as usize,
+                is_direct: false,
             })
             .collect();
         let rules = Rules {
@@ -708,7 +968,7 @@ mod tests {
             request_bytes: 1 << 20,
         };
         let extents = plan_extents(&plan, &Checks::new(&plan), &wanted, n_parts, rules);
-        let mut window = Window::new(&plan, &extents, Vec::new());
+        let mut window = Window::new(&plan, &extents, rules, Vec::new());
         window.budget_bytes = 3 << 20;
         let control = Control::default();
         window

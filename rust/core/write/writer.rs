@@ -334,8 +334,8 @@ fn write_range<S: Sink>(
         PieceWriter::new(&sink, bytes, range, routes, &finder, window, control).write(buffers)
     };
     let (chunks, crcs) = if has_remote(content.plan) {
-        let extents = content.extents(range);
-        let window = Window::new(content.plan, &extents, Vec::new());
+        let (extents, rules) = content.extents(range);
+        let window = Window::new(content.plan, &extents, rules, Vec::new());
         window.run(control, || write(Some(&window)))?
     } else {
         write(None)?

@@ -153,7 +153,13 @@ pub(crate) static PART_SUM: Record = Record::new("PartSum", &["array", "n_bytes"
 /// What this process has requested of objects.
 pub(crate) static REMOTE_COUNTS: Record = Record::new(
     "RemoteCounts",
-    &["n_requests", "fetched_bytes", "wanted_bytes"],
+    &[
+        "n_requests",
+        "fetched_bytes",
+        "wanted_bytes",
+        "gap_bytes",
+        "n_at_once",
+    ],
 );
 /// An upload in parts that was not completed.
 pub(crate) static UNFINISHED_UPLOAD: Record = Record::new(

@@ -313,12 +313,20 @@ pub(crate) fn lifecycle_rules<'py>(
     Ok((found.collect::<PyResult<_>>()?, listed.reason))
 }
 
-/// Requests, fetched bytes and wanted bytes of this process.
+/// Requests, fetched bytes and wanted bytes of this process, and the last gap and number of requests at once.
 #[pyfunction]
 pub(crate) fn remote_counts(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     let (n_requests, fetched_bytes) = object::counts();
     let wanted_bytes = reshard_core::window::wanted_bytes();
-    REMOTE_COUNTS.of(py, (n_requests, fetched_bytes, wanted_bytes))
+    let (gap_bytes, n_at_once) = object::last_link();
+    let counts = (
+        n_requests,
+        fetched_bytes,
+        wanted_bytes,
+        gap_bytes,
+        n_at_once,
+    );
+    REMOTE_COUNTS.of(py, counts)
 }
 
 /// The URL of an object for messages; the complete one is kept.

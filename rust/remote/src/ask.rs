@@ -13,6 +13,7 @@ use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, 
 use object_store::path::Path as Key;
 use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{ClientOptions, Result};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use url::Url;
@@ -43,7 +44,8 @@ impl Door {
             options = options.with_config(key, value);
         }
         Ok(Self {
-            http: Connector::Cloud.connect(&options)?,
+            // These requests are few, and not those for ranges.
+            http: Connector::Cloud(Arc::default()).connect(&options)?,
             url,
             account,
             is_signed,

@@ -57,7 +57,7 @@ pub(crate) struct Client {
     store: Store,
     /// None for a server of files.
     door: Option<Door>,
-    pace: Pace,
+    pace: Arc<Pace>,
 }
 
 pub(crate) enum Store {
@@ -148,11 +148,12 @@ impl Client {
     fn new(spec: &Spec) -> Result<Self> {
         // Only fails if another provider was installed first, which serves as well.
         let _ = rustls::crypto::ring::default_provider().install_default();
+        let pace = Arc::default();
         let made = match spec.address.service {
-            Service::S3 => s3(spec),
-            Service::Google => google(spec),
-            Service::Azure => azure(spec),
-            Service::Http => files(spec).map(|store| (Store::Files(store), None)),
+            Service::S3 => s3(spec, &pace),
+            Service::Google => google(spec, &pace),
+            Service::Azure => azure(spec, &pace),
+            Service::Http => files(spec, &pace).map(|store| (Store::Files(store), None)),
         };
         let (store, door) = made
             .map_err(|error| explain(Doing::Connecting, &spec.address, &error, Duration::ZERO))?;
@@ -161,7 +162,7 @@ impl Client {
             pid: std::process::id(),
             store,
             door,
-            pace: Pace::default(),
+            pace,
         })
     }
 }
@@ -193,7 +194,7 @@ pub(crate) fn connection_options() -> [(ClientConfigKey, String); 5] {
 
 type Made = object_store::Result<(Store, Option<Door>)>;
 
-fn s3(spec: &Spec) -> Made {
+fn s3(spec: &Spec, pace: &Arc<Pace>) -> Made {
     let mut builder = AmazonS3Builder::new();
     let mut connection = ClientOptions::new();
     for (key, value) in spec.environment.with_prefix("AWS_") {
@@ -251,11 +252,13 @@ fn s3(spec: &Spec) -> Made {
     let is_signed = !is_set(AmazonS3ConfigKey::SkipSignature);
     let connection = connection.with_allow_http(allow_http);
     let door = Door::new(String::new(), String::new(), connection, is_signed)?;
-    let store = builder.with_http_connector(Connector::Cloud).build()?;
+    let store = builder
+        .with_http_connector(Connector::Cloud(Arc::clone(pace)))
+        .build()?;
     Ok((Store::S3(store), Some(door)))
 }
 
-fn google(spec: &Spec) -> Made {
+fn google(spec: &Spec, pace: &Arc<Pace>) -> Made {
     let mut builder = GoogleCloudStorageBuilder::new();
     let mut connection = ClientOptions::new();
     for (key, value) in spec.environment.with_prefix("GOOGLE_") {
@@ -297,11 +300,13 @@ fn google(spec: &Spec) -> Made {
     let is_signed = !(spec.options.anonymous || emulator.is_some());
     let connection = connection.with_allow_http(allow_http);
     let door = Door::new(url, String::new(), connection, is_signed)?;
-    let store = builder.with_http_connector(Connector::Cloud).build()?;
+    let store = builder
+        .with_http_connector(Connector::Cloud(Arc::clone(pace)))
+        .build()?;
     Ok((Store::Google(store), Some(door)))
 }
 
-fn azure(spec: &Spec) -> Made {
+fn azure(spec: &Spec, pace: &Arc<Pace>) -> Made {
     let mut builder = MicrosoftAzureBuilder::new();
     let mut connection = ClientOptions::new();
     for (key, value) in spec.environment.with_prefix("AZURE_") {
@@ -352,16 +357,18 @@ fn azure(spec: &Spec) -> Made {
     let url = format!("{}/{}", base.trim_end_matches('/'), spec.address.bucket);
     let connection = connection.with_allow_http(allow_http);
     let door = Door::new(url, account, connection, is_signed)?;
-    let store = builder.with_http_connector(Connector::Cloud).build()?;
+    let store = builder
+        .with_http_connector(Connector::Cloud(Arc::clone(pace)))
+        .build()?;
     Ok((Store::Azure(store), Some(door)))
 }
 
-fn files(spec: &Spec) -> object_store::Result<HttpStore> {
+fn files(spec: &Spec, pace: &Arc<Pace>) -> object_store::Result<HttpStore> {
     let url = spec.url.as_deref().unwrap_or(&spec.address.root);
     HttpBuilder::new()
         .with_url(url)
         .with_retry(retry(spec))
-        .with_http_connector(Connector::Files)
+        .with_http_connector(Connector::Files(Arc::clone(pace)))
         .build()
 }
 

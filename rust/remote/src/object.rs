@@ -10,11 +10,12 @@ use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, future};
 use object_store::path::Path as Key;
 use object_store::{GetOptions, GetRange, GetResult, ObjectMeta};
-use reshard_core::source::{Ranges, Source};
+use reshard_core::source::{Link, Ranges, Source};
 use reshard_core::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 /// The first bytes are fetched when an object is opened: most headers are in them.
 const HEAD_BYTES: u64 = 64 << 10;
@@ -26,6 +27,8 @@ const REQUEST_BYTES: usize = 8 << 20;
 
 static N_REQUESTS: AtomicU64 = AtomicU64::new(0);
 static FETCHED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+pub use crate::pace::last_link;
 
 /// Requests for objects of this process so far, and the bytes of their answers.
 pub fn counts() -> (u64, u64) {
@@ -121,6 +124,7 @@ impl Object {
             head: cache.is_some(),
             ..options()
         };
+        let begun = Instant::now();
         let fetched = runtime()?.block_on(async {
             match client.objects().get_opts(&key, first).await {
                 Err(error) if is_beyond(&error) => {
@@ -138,6 +142,7 @@ impl Object {
                     Ok((found.meta, Bytes::new()))
                 }
                 Ok(found) => {
+                    client.pace().note_answer(begun.elapsed());
                     let meta = found.meta.clone();
                     let is_look = cache.is_some();
                     let head = if is_look {
@@ -226,16 +231,19 @@ impl Object {
     /// A range, by several requests at once.
     fn fetch_range(&self, start: u64, to: &mut [u8]) -> Result<()> {
         let client = self.client.here()?;
+        let client = &*client;
         let parts = (start..)
             .step_by(REQUEST_BYTES)
             .zip(to.chunks_mut(REQUEST_BYTES));
-        let (client, pace) = (&*client, client.pace());
-        let fetches = parts.map(|(at, part)| {
-            pace.in_time(part, async move |to: &mut [u8]| {
-                self.fetch(client, at, to).await
-            })
-        });
+        let fetches = parts
+            .map(|(at, part)| async move { self.fetch_in_time(client, at, &mut [part]).await });
         runtime()?.block_on(future::try_join_all(fetches)).map(drop)
+    }
+
+    /// A range by one request, or by two if that takes too long.
+    async fn fetch_in_time(&self, client: &Client, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
+        let fetch = async |to: &mut [&mut [u8]]| self.fetch(client, start, to).await;
+        client.pace().in_time(to, fetch).await
     }
 
     /// A block, from memory or fetched.
@@ -256,37 +264,49 @@ impl Object {
     }
 
     /// One request.
-    async fn fetch(&self, client: &Client, start: u64, to: &mut [u8]) -> Result<()> {
+    async fn fetch(&self, client: &Client, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
         let failed = |error: object_store::Error| {
             explain(Doing::Reading, &self.address, &error, client.retry_for())
         };
+        let n_bytes = to.iter().map(|part| part.len() as u64).sum::<u64>();
         let options = GetOptions {
-            range: Some(GetRange::Bounded(start..start + to.len() as u64)),
+            range: Some(GetRange::Bounded(start..start + n_bytes)),
             if_match: self.version.e_tag.clone(),
             ..options()
         };
         let key = key_of(&self.address)?;
+        let begun = Instant::now();
         let found = client
             .objects()
             .get_opts(&key, options)
             .await
             .map_err(failed)?;
         self.check(&found)?;
+        let answered = Instant::now();
+        client.pace().note_answer(answered - begun);
         let mut frames = found.into_stream();
-        let mut rest = to;
+        let mut parts = to.iter_mut();
+        let mut rest: &mut [u8] = &mut [];
         while let Some(frame) = frames.try_next().await.map_err(failed)? {
-            let Some((here, after)) = rest.split_at_mut_checked(frame.len()) else {
-                return Err(self.wrong_length());
-            };
-            here.copy_from_slice(&frame);
             count_bytes(frame.len());
-            rest = after;
+            client.pace().note_bytes(frame.len());
+            let mut frame = &frame[..];
+            while !frame.is_empty() {
+                if rest.is_empty() {
+                    rest = parts.next().ok_or_else(|| self.wrong_length())?;
+                    continue;
+                }
+                let (here, after) = rest.split_at_mut(frame.len().min(rest.len()));
+                here.copy_from_slice(&frame[..here.len()]);
+                frame = &frame[here.len()..];
+                rest = after;
+            }
         }
-        if rest.is_empty() {
-            Ok(())
-        } else {
-            Err(self.wrong_length())
+        if !rest.is_empty() || parts.any(|part| !part.is_empty()) {
+            return Err(self.wrong_length());
         }
+        client.pace().note_rate(answered.elapsed(), n_bytes);
+        Ok(())
     }
 
     /// Compares an answer with the object that was opened: a server may ignore the condition of a request.
@@ -335,6 +355,24 @@ impl Ranges for Object {
 
     fn is_remote(&self) -> bool {
         true
+    }
+
+    fn read_parts(&self, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
+        let n_bytes = to.iter().map(|part| part.len()).sum::<usize>();
+        if self.cached.is_none() && n_bytes <= REQUEST_BYTES {
+            let client = self.client.here()?;
+            return runtime()?.block_on(self.fetch_in_time(&client, start, to));
+        }
+        let mut at = start;
+        for part in to {
+            self.read_at(at, part)?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn link(&self) -> Link {
+        self.client.pace().link()
     }
 }
 

@@ -1,10 +1,26 @@
-//! How long the last requests for ranges of a bucket took: which one is late, and may be sent a second time.
+//! How long the last requests for ranges of a bucket took: which one is late, and may be sent a second time; which gaps
+//! take less time than another request; and how many requests at once are fastest.
+//!
+//! A request takes the time `L` before its first byte, and then a connection has the rate `B`. To leave a gap out costs
+//! another request, so gaps of less than `L x B` are read. `L` is the lower quartile of the last requests, as many wait
+//! for each other or for a connection; `B` is the median.
+//!
+//! The number of requests at once begins with 32. After as many requests, the rate of all together is compared with that of
+//! another number: more are kept if they are faster by a tenth, and fewer if they are not slower. Then the number stays for
+//! some time. An answer that says that there were too many requests halves it.
+
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "rates are estimates, and positive"
+)]
 
 use futures_util::future::{Either, select};
 use reshard_core::Result;
+use reshard_core::source::Link;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -23,9 +39,177 @@ const MAX_AT_ONCE: u64 = 4;
 /// One second request for so many first ones, beyond the first `MAX_AT_ONCE`: a slow service gets no double load.
 const N_FIRST: u64 = 20;
 
-/// The requests of a client.
+/// The bytes of a request from which its rate counts.
+const MIN_RATED_BYTES: u64 = 1 << 20;
+/// The rate of a connection, in bytes a second, until it is known.
+const USUAL_RATE: f64 = 90e6;
+const MIN_GAP_BYTES: f64 = (256_u32 << 10) as f64;
+const MAX_GAP_BYTES: f64 = (16_u32 << 20) as f64;
+const MIN_AT_ONCE: usize = 4;
+const MAX_AT_ONCE_OF_ALL: usize = 64;
+/// More requests at once stay if the rate grows by this factor.
+const GROWS: f64 = 1.1;
+/// Fewer stay if the rate does not fall by more.
+const HOLDS: f64 = 0.95;
+/// Rounds after which another number is tried again.
+const N_SETTLED: u32 = 16;
+/// Many requests get the same answer at about the same time: it counts once in this time.
+const ONE_ANSWER: Duration = Duration::from_secs(1);
+
+static GAP_BYTES: AtomicU64 = AtomicU64::new(0);
+static N_AT_ONCE: AtomicU64 = AtomicU64::new(0);
+
+/// The gap and the number of requests at once by which requests were planned last in this process; 0: none were.
+pub fn last_link() -> (u64, u64) {
+    (
+        GAP_BYTES.load(Ordering::Relaxed),
+        N_AT_ONCE.load(Ordering::Relaxed),
+    )
+}
+
+/// The last values of something that is measured.
 #[derive(Debug, Default)]
+struct Last(VecDeque<f64>);
+
+impl Last {
+    fn add(&mut self, value: f64) {
+        if self.0.len() == N_KNOWN {
+            self.0.pop_front();
+        }
+        self.0.push_back(value);
+    }
+
+    /// The value below which a part of the others lie.
+    fn at(&self, part: f64) -> Option<f64> {
+        let mut sorted: Vec<f64> = self.0.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get((sorted.len() as f64 * part) as usize).copied()
+    }
+}
+
+/// What the rate of requests and answers is known by.
+#[derive(Debug, Default)]
+struct Speed {
+    before_first_byte: Last,
+    rates: Last,
+}
+
+impl Speed {
+    /// The gap that takes as long as a request.
+    fn gap_bytes(&self) -> u64 {
+        let Some(seconds) = self.before_first_byte.at(0.25) else {
+            return Link::default().gap_bytes;
+        };
+        let rate = self.rates.at(0.5).unwrap_or(USUAL_RATE);
+        (seconds * rate).clamp(MIN_GAP_BYTES, MAX_GAP_BYTES) as u64
+    }
+}
+
+/// How many requests are made at once.
+#[derive(Debug)]
+struct Width {
+    n: usize,
+    round: Option<Round>,
+    /// The number that is compared with, and its rate.
+    other: Option<(usize, f64)>,
+    n_settled: u32,
+    throttled: Option<Duration>,
+}
+
+/// As many requests as there are at once: when it began, how many bytes had arrived by then, and how many requests ended.
+#[derive(Debug, Clone, Copy)]
+struct Round {
+    begun: Duration,
+    n_bytes: u64,
+    n_ended: usize,
+}
+
+impl Default for Width {
+    fn default() -> Self {
+        Self {
+            n: Link::default().n_at_once,
+            round: None,
+            other: None,
+            n_settled: 0,
+            throttled: None,
+        }
+    }
+}
+
+impl Width {
+    /// Notes that a request begins or ends: at a time, when so many bytes had arrived in all, and so many requests are open.
+    fn note(&mut self, now: Duration, n_bytes: u64, n_open: usize, is_end: bool) {
+        if 4 * n_open < 3 * self.n {
+            // Much fewer requests at once say nothing of the number.
+            self.round = None;
+            return;
+        }
+        let round = self.round.get_or_insert(Round {
+            begun: now,
+            n_bytes,
+            n_ended: 0,
+        });
+        round.n_ended += usize::from(is_end);
+        if round.n_ended >= self.n {
+            let seconds = now.saturating_sub(round.begun).as_secs_f64();
+            let rate = (n_bytes - round.n_bytes) as f64 / seconds.max(1e-6);
+            self.round = None;
+            self.judge(rate);
+        }
+    }
+
+    fn judge(&mut self, rate: f64) {
+        if self.n_settled > 0 {
+            self.n_settled -= 1;
+            return;
+        }
+        let more = |n: usize| (n * 3 / 2).min(MAX_AT_ONCE_OF_ALL);
+        let fewer = |n: usize| (n * 2 / 3).max(MIN_AT_ONCE);
+        let (n, other) = match self.other {
+            None if more(self.n) > self.n => (more(self.n), Some((self.n, rate))),
+            None => (fewer(self.n), Some((self.n, rate))),
+            Some((other, before)) if self.n > other => {
+                if rate < GROWS * before {
+                    (fewer(other), Some((other, before)))
+                } else if more(self.n) > self.n {
+                    (more(self.n), Some((self.n, rate)))
+                } else {
+                    (self.n, None)
+                }
+            }
+            Some((_, before)) if rate >= HOLDS * before => {
+                let n = fewer(self.n);
+                (n, (n < self.n).then(|| (self.n, rate.max(before))))
+            }
+            Some((other, _)) => (other, None),
+        };
+        (self.n, self.other) = (n, other);
+        if self.other.is_none() {
+            self.n_settled = N_SETTLED;
+        }
+    }
+
+    /// Notes an answer that says that there were too many requests.
+    fn throttle(&mut self, now: Duration) {
+        let is_new = self
+            .throttled
+            .is_none_or(|then| now.saturating_sub(then) >= ONE_ANSWER);
+        if is_new {
+            self.throttled = Some(now);
+            self.n = (self.n / 2).max(MIN_AT_ONCE);
+            (self.round, self.other, self.n_settled) = (None, None, N_SETTLED);
+        }
+    }
+}
+
+/// The requests of a client.
+#[derive(Debug)]
 pub(crate) struct Pace {
+    begun: Instant,
+    speed: Mutex<Speed>,
+    width: Mutex<Width>,
+    n_open: AtomicUsize,
+    n_arrived: AtomicU64,
     known: Mutex<VecDeque<(Duration, u64)>>,
     n_first: AtomicU64,
     n_second: AtomicU64,
@@ -41,17 +225,101 @@ impl Drop for Permit<'_> {
     }
 }
 
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            begun: Instant::now(),
+            speed: Mutex::default(),
+            width: Mutex::default(),
+            n_open: AtomicUsize::new(0),
+            n_arrived: AtomicU64::new(0),
+            known: Mutex::default(),
+            n_first: AtomicU64::new(0),
+            n_second: AtomicU64::new(0),
+            n_at_once: AtomicU64::new(0),
+        }
+    }
+}
+
+/// A request that is open until it is dropped.
+struct Open<'a>(&'a Pace);
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        let n_open = self.0.n_open.fetch_sub(1, Ordering::Relaxed);
+        self.0.note_width(n_open, true);
+    }
+}
+
 impl Pace {
+    /// How requests are planned.
+    pub(crate) fn link(&self) -> Link {
+        let speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        let gap_bytes = speed.gap_bytes();
+        drop(speed);
+        let n_at_once = self.width().n;
+        GAP_BYTES.store(gap_bytes, Ordering::Relaxed);
+        N_AT_ONCE.store(n_at_once as u64, Ordering::Relaxed);
+        Link {
+            gap_bytes,
+            n_at_once,
+        }
+    }
+
+    /// Notes how long a request took before its first byte.
+    pub(crate) fn note_answer(&self, took: Duration) {
+        let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        speed.before_first_byte.add(took.as_secs_f64());
+    }
+
+    /// Notes how long all bytes of an answer took, after the first ones.
+    pub(crate) fn note_rate(&self, took: Duration, n_bytes: u64) {
+        if n_bytes >= MIN_RATED_BYTES {
+            let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+            speed
+                .rates
+                .add(n_bytes as f64 / took.as_secs_f64().max(1e-6));
+        }
+    }
+
+    /// Notes bytes that arrived.
+    pub(crate) fn note_bytes(&self, n_bytes: usize) {
+        self.n_arrived.fetch_add(n_bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Notes an answer that says that there were too many requests.
+    pub(crate) fn note_throttled(&self) {
+        self.width().throttle(self.begun.elapsed());
+    }
+
+    fn width(&self) -> MutexGuard<'_, Width> {
+        self.width.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note_width(&self, n_open: usize, is_end: bool) {
+        let n_arrived = self.n_arrived.load(Ordering::Relaxed);
+        let mut width = self.width();
+        width.note(self.begun.elapsed(), n_arrived, n_open, is_end);
+    }
+
+    fn open(&self) -> Open<'_> {
+        let n_open = self.n_open.fetch_add(1, Ordering::Relaxed) + 1;
+        self.note_width(n_open, false);
+        Open(self)
+    }
+
     /// A range by one request; by two if the first one takes much longer than others did. The first answer counts.
     ///
-    /// `fetch` sends a request and fills the buffer. An error of one of two is no result while the other one is open.
+    /// `fetch` sends a request and fills the buffers one after the other. An error of one of two is no result while the
+    /// other one is open.
     pub(crate) async fn in_time(
         &self,
-        to: &mut [u8],
-        fetch: impl AsyncFn(&mut [u8]) -> Result<()>,
+        to: &mut [&mut [u8]],
+        fetch: impl AsyncFn(&mut [&mut [u8]]) -> Result<()>,
     ) -> Result<()> {
         let begun = Instant::now();
-        let n_bytes = to.len() as u64;
+        let n_bytes = to.iter().map(|part| part.len() as u64).sum();
+        let _open = self.open();
         let done = self.fetch(to, &fetch).await;
         if done.is_ok() {
             self.note(begun.elapsed(), n_bytes);
@@ -61,10 +329,10 @@ impl Pace {
 
     async fn fetch(
         &self,
-        to: &mut [u8],
-        fetch: &impl AsyncFn(&mut [u8]) -> Result<()>,
+        to: &mut [&mut [u8]],
+        fetch: &impl AsyncFn(&mut [&mut [u8]]) -> Result<()>,
     ) -> Result<()> {
-        let n_bytes = to.len();
+        let n_bytes = to.iter().map(|part| part.len()).sum::<usize>();
         let Some(patience) = self.patience(n_bytes as u64) else {
             return fetch(to).await;
         };
@@ -76,7 +344,8 @@ impl Pace {
             return first.await;
         };
         let mut own = vec![0; n_bytes];
-        let second = Box::pin(fetch(&mut own));
+        let mut parts = [&mut own[..]];
+        let second = Box::pin(fetch(&mut parts));
         let is_second = match select(first, second).await {
             Either::Left((Ok(()), _)) => false,
             Either::Left((Err(_), second)) => second.await.map(|()| true)?,
@@ -84,7 +353,12 @@ impl Pace {
             Either::Right((Ok(()), _)) => true,
         };
         if is_second {
-            to.copy_from_slice(&own);
+            let mut rest = &own[..];
+            for part in to {
+                let (here, after) = rest.split_at(part.len());
+                part.copy_from_slice(here);
+                rest = after;
+            }
         }
         Ok(())
     }
@@ -191,6 +465,68 @@ mod tests {
         assert_eq!(pace.patience(8 << 20), Some(36_000 * MS));
     }
 
+    #[test]
+    fn a_gap_is_read_if_a_request_takes_longer() {
+        let mut speed = Speed::default();
+        assert_eq!(speed.gap_bytes(), 2 << 20);
+        speed.before_first_byte.add(0.03);
+        assert_eq!(speed.gap_bytes(), 2_700_000);
+        speed.rates.add(200e6);
+        assert_eq!(speed.gap_bytes(), 6_000_000);
+        // Most of the requests wait for something else.
+        for _ in 0..10 {
+            speed.before_first_byte.add(0.001);
+            speed.before_first_byte.add(0.5);
+        }
+        assert_eq!(speed.gap_bytes(), 256 << 10);
+        for _ in 0..N_KNOWN {
+            speed.before_first_byte.add(0.2);
+        }
+        assert_eq!(speed.gap_bytes(), 16 << 20);
+    }
+
+    /// The number of requests at once after some rounds at a service whose connections have the rate 1, and all together
+    /// no more than `most`.
+    fn settled(most: f64, n_rounds: usize) -> (usize, f64) {
+        let (mut width, mut now, mut arrived) = (Width::default(), 0.0, 0.0);
+        let rate = |n: usize| most.min(n as f64);
+        for _ in 0..n_rounds {
+            let n = width.n;
+            width.note(Duration::from_secs_f64(now), arrived as u64, n, false);
+            for _ in 0..n {
+                now += 1000.0 / rate(n);
+                arrived += 1000.0;
+                width.note(Duration::from_secs_f64(now), arrived as u64, n, true);
+            }
+            assert!((MIN_AT_ONCE..=MAX_AT_ONCE_OF_ALL).contains(&width.n));
+        }
+        (width.n, rate(width.n))
+    }
+
+    #[test]
+    fn a_throttled_service_gets_fewer_requests_once_for_many_answers() {
+        let mut width = Width::default();
+        for at in 0..5 {
+            width.throttle(at * MS);
+        }
+        assert_eq!(width.n, 16);
+        width.throttle(1500 * MS);
+        assert_eq!(width.n, 8);
+        for at in 2..9 {
+            width.throttle(at * 2000 * MS);
+        }
+        assert_eq!(width.n, MIN_AT_ONCE);
+    }
+
+    #[test]
+    fn requests_that_are_not_all_open_say_nothing() {
+        let mut width = Width::default();
+        for at in 0..1000 {
+            width.note(at * MS, u64::from(at), 23, true);
+        }
+        assert_eq!(width.n, 32);
+    }
+
     /// What becomes of a request: after some time it fills its buffer, or fails with a part of it filled wrongly.
     type Fate = (u32, bool);
 
@@ -199,6 +535,16 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn as_many_requests_are_made_as_are_faster(most in 1.0..200.0_f64) {
+            // A round of each number, until it stays.
+            let (n, rate) = settled(most, 10);
+            let best = most.min(MAX_AT_ONCE_OF_ALL as f64);
+            prop_assert!(rate >= 0.85 * best, "{} at once have {} of {}", n, rate, best);
+            let needed = best.max(MIN_AT_ONCE as f64);
+            prop_assert!(n as f64 <= 1.6 * needed, "{} at once, where {} have all", n, needed);
+        }
+
         #[test]
         fn the_bytes_are_right_whatever_the_requests_do(
             fates in vec((fate(), fate()), 1..40),
@@ -213,13 +559,17 @@ mod tests {
                 for (first, second) in fates {
                     let n_sent = AtomicUsize::new(0);
                     let mut to = vec![7; n_bytes];
+                    let (one, other) = to.split_at_mut(n_bytes / 3);
+                    let mut parts = [one, other];
                     let begun = Instant::now();
                     let is_late = pace.patience(n_bytes as u64).unwrap() <= first.0 * MS;
-                    let done = pace.in_time(&mut to, async |to: &mut [u8]| {
+                    let done = pace.in_time(&mut parts, async |to: &mut [&mut [u8]]| {
                         let (after, is_right) = [first, second][n_sent.fetch_add(1, Ordering::SeqCst)];
-                        to[0] = 9;
+                        to[to.len() - 1][0] = 9;
                         sleep(after * MS).await;
-                        to.fill(u8::from(is_right));
+                        for part in to {
+                            part.fill(u8::from(is_right));
+                        }
                         let failed = || Error::new(Kind::Io, "as intended");
                         is_right.then_some(()).ok_or_else(failed)
                     });

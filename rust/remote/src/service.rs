@@ -2,6 +2,7 @@
 //! give to its callers, and decides which failures pass.
 
 use crate::failure::Answer;
+use crate::pace::Pace;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use object_store::ClientOptions;
@@ -9,6 +10,7 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse,
     HttpResponseBody, HttpService, ReqwestConnector,
 };
+use std::sync::Arc;
 
 /// Marks the requests for objects, in contrast to those for credentials.
 #[derive(Debug, Clone, Copy)]
@@ -34,16 +36,16 @@ fn is_for_object(request: &HttpRequest) -> bool {
 #[derive(Debug)]
 pub(crate) enum Connector {
     /// For a cloud: requests with the mark are for objects.
-    Cloud,
+    Cloud(Arc<Pace>),
     /// For a server of files: all requests are for objects, and redirections are followed.
-    Files,
+    Files(Arc<Pace>),
 }
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let (inner, all) = match self {
-            Self::Cloud => (ReqwestConnector::default().connect(options)?, false),
-            Self::Files => {
+        let (inner, all, pace) = match self {
+            Self::Cloud(pace) => (ReqwestConnector::default().connect(options)?, false, pace),
+            Self::Files(pace) => {
                 let client = reqwest::Client::builder()
                     .http1_only()
                     .connect_timeout(crate::client::CONNECT_TIMEOUT)
@@ -54,10 +56,11 @@ impl HttpConnector for Connector {
                     store: "HTTP",
                     source: Box::new(error.without_url()),
                 })?;
-                (HttpClient::new(client), true)
+                (HttpClient::new(client), true, pace)
             }
         };
-        Ok(HttpClient::new(Watched { inner, all }))
+        let pace = Arc::clone(pace);
+        Ok(HttpClient::new(Watched { inner, all, pace }))
     }
 }
 
@@ -81,6 +84,7 @@ impl std::error::Error for Lost {
 struct Watched {
     inner: HttpClient,
     all: bool,
+    pace: Arc<Pace>,
 }
 
 #[async_trait]
@@ -92,6 +96,13 @@ impl HttpService for Watched {
             crate::object::count_request();
         }
         let sent = self.inner.execute(request).await;
+        let is_throttled = match &sent {
+            Ok(response) => matches!(response.status().as_u16(), 429 | 503),
+            Err(error) => error.kind() == HttpErrorKind::Timeout,
+        };
+        if is_for_object && is_throttled {
+            self.pace.note_throttled();
+        }
         let response = sent.map_err(|error| match error.kind() {
             // Without a connection nothing was sent. `Unknown` is not tried again.
             kind if !is_once || kind == HttpErrorKind::Connect => error,

@@ -11,7 +11,7 @@ use crate::planning::extents::{Extents, Rules};
 use crate::planning::plan::{Array, Plan};
 use crate::read::copy::fill_bytes;
 use crate::read::fetch::{Faulted, Run};
-use crate::read::window::{Early, add_wanted, plan_extents};
+use crate::read::window::{Early, add_wanted, link_of, plan_extents};
 use crc_fast::{CrcAlgorithm, checksum};
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -296,9 +296,9 @@ impl Content<'_> {
     }
 
     /// The requests for remote sources, in the pieces of a range of the file.
-    pub(super) fn extents(&self, range: &Range<u64>) -> Extents {
+    pub(super) fn extents(&self, range: &Range<u64>) -> (Extents, Rules) {
         let piece_bytes = PIECE_BYTES as u64;
-        let rules = Rules::default();
+        let rules = Rules::of(link_of(self.plan), range.end - range.start);
         let n_pieces = (range.end - range.start).div_ceil(piece_bytes);
         let mut wanted = Vec::new();
         for (start, array) in &self.parts.arrays {
@@ -323,7 +323,9 @@ impl Content<'_> {
                 );
             }
         }
-        plan_extents(self.plan, &self.checks, &wanted, n_pieces as usize, rules)
+        let n_pieces = n_pieces as usize;
+        let extents = plan_extents(self.plan, &self.checks, &wanted, n_pieces, rules);
+        (extents, rules)
     }
 
     /// Where a part of the file begins that is given by a position in the bytes of its arrays: with a chunk.

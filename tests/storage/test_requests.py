@@ -1,0 +1,71 @@
+"""How requests for ranges are planned: by how long earlier ones to the same service took."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.servers.proxy import Fault, before_server
+
+import reshard
+from reshard.storage import remote
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.servers.proxy import Proxy
+    from tests.servers.s3 import S3Server
+
+pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
+
+SMALL, BETWEEN = 300_000, 5_500_000
+
+
+@pytest.fixture
+def url(s3: S3Server, tmp_path: Path) -> str:
+    """The URL of a file with two small tensors, and a large one between them."""
+    rng = np.random.default_rng(0)
+    sizes = {"a": SMALL, "b": BETWEEN, "c": SMALL}
+    tensors = {key: rng.integers(0, 256, n_bytes, np.uint8) for key, n_bytes in sizes.items()}
+    reshard.save_file(tensors, tmp_path / "m.safetensors")
+    s3.put("requests/m.safetensors", (tmp_path / "m.safetensors").read_bytes())
+    return "s3://reshard/requests/m.safetensors"
+
+
+def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, remote.Fetched]:
+    """Load both small tensors: requests and bytes of the load, and how it was planned."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    with reshard.open(url) as opened:
+        opened.load(keys=["c"])  # the first requests make connections
+        proxy.log.clear()
+        found = opened.load(keys=["a", "c"])
+        assert {key: one.nbytes for key, one in found.items()} == {"a": SMALL, "c": SMALL}
+        n_bytes = sum(one[3] for one in proxy.log)
+        return len(proxy.log), n_bytes, remote.fetched_so_far()
+
+
+@pytest.mark.slow(disk=False)
+def test_a_gap_is_read_where_a_request_takes_longer(url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with before_server(s3.port) as proxy:
+        n_requests, n_bytes, near = load(url, proxy, monkeypatch)
+    assert near.gap_bytes < BETWEEN
+    assert (n_requests, n_bytes) == (2, 2 * SMALL)
+    with before_server(s3.port) as proxy:
+        proxy.before = lambda *_: time.sleep(0.15)
+        n_requests, n_bytes, far = load(url, proxy, monkeypatch)
+    assert far.gap_bytes > 2 * near.gap_bytes
+    assert (n_requests, n_bytes) == (1, 2 * SMALL + BETWEEN)
+
+
+@pytest.mark.slow(disk=False)
+def test_a_service_that_has_too_many_requests_gets_fewer(
+    url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with before_server(s3.port) as proxy:
+        _, _, before = load(url, proxy, monkeypatch)
+        assert before.n_at_once == 32
+        proxy.faults.append(Fault(lambda method, _: method == "GET", status=503, code="SlowDown"))
+        _, _, after = load(url, proxy, monkeypatch)
+    assert after.n_at_once == 16
