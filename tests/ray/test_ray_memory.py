@@ -122,9 +122,8 @@ def test_workers_need_no_more_memory_for_a_terabyte(cluster: RayCluster, tmp_pat
         lead.communicate()
     # The process that leads holds the plan of all tensors, which is another matter.
     more = {pid: (peaks[pid] - before[pid]) >> 20 for pid in peaks if pid in before and pid != lead.pid}
-    print(
-        f"{verb}: leads {lead.pid}, MiB before {[size >> 20 for size in before.values()]}, peaks {[s >> 20 for s in peaks.values()]}"
-    )
+    in_mib = [{pid: size >> 20 for pid, size in sizes.items()} for sizes in (before, peaks)]
+    print(f"{verb}: process {lead.pid} leads, MiB before {in_mib[0]}, peaks {in_mib[1]}")
     assert len(more) > 1
     assert max(more.values()) << 20 <= BUDGETS[verb] + BEYOND, more
     assert {path.name for path in tmp_path.iterdir() if "small" not in path.name} == {
