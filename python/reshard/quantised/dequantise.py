@@ -33,6 +33,7 @@ _GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
          "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
          "NVFP4")  # fmt: skip
 _OF_SCALES = ("F32", "BF16", "F16", "U8", "F8_E8M0", "F8_E4M3")
+_DIVIDES, _POSITIVE = 1, 2  # the global scale divides; the code of -0 is +0
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
 
 
@@ -96,13 +97,14 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
         scales = [(role, _grid(one, shapes[role], block)) for role in ("scale", "zero_point") if role in shapes]
         return Recipe("scaled", (*block, factor), (("weight", _matrices(one, one.shape)), *scales))
     if one.kind in ("mxfp4-packed", "mxfp4-modelopt", "nvfp4", "nvfp4-modelopt"):
+        how = {"nvfp4": _DIVIDES, "nvfp4-modelopt": _POSITIVE}.get(one.kind, 0)
         parts = [("weight", _matrices(one, shapes["weight"])), ("scale", _matrices(one, shapes["scale"]))]
         if "global" in one.parts:
             parts.append(("global", (max(1, math.prod(shapes["global"])),)))
-        return Recipe("e2m1", (one.values["block"], one.kind == "nvfp4"), tuple(parts))
+        return Recipe("e2m1", (one.values["block"], how), tuple(parts))
     if one.kind == "mxfp4":
         return Recipe("transposed", (), (("blocks", shapes["blocks"]), ("scales", shapes["scales"])))
-    if one.kind == "bnb-4bit" and index.info(one.parts["weight"])[0] in ("U8", "I8"):
+    if one.kind == "bnb-4bit":
         state = one.values
         roles = ["weight", "absmax", "quant_map"]
         of_state = [state["blocksize"], 0, 0.0, state.get("quant_type") == "fp4"]

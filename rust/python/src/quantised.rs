@@ -23,6 +23,7 @@ fn recipe(name: &str, numbers: &[f64]) -> reshard_core::Result<Recipe> {
         "e2m1" => Recipe::E2m1 {
             block: size(0),
             divides: size(1) == 1,
+            positive: size(1) == 2,
         },
         "transposed" => Recipe::Transposed,
         "table" => Recipe::Table {

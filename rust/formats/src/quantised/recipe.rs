@@ -33,6 +33,8 @@ pub enum Recipe {
         block: u64,
         /// Whether the global scale divides.
         divides: bool,
+        /// Whether the code of -0 is +0, as in modelopt.
+        positive: bool,
     },
     /// Parts: pairs of E2M1 values as `[matrices, rows, blocks, 16]`, and exponents. The matrices are transposed.
     Transposed,
@@ -174,7 +176,11 @@ impl Recipe {
         let reader = Reader { index, parts };
         match *self {
             Self::Scaled { block, factor } => scaled::<O>(&reader, block, factor, tile, to),
-            Self::E2m1 { block, divides } => e2m1::<O>(&reader, block, divides, tile, to),
+            Self::E2m1 {
+                block,
+                divides,
+                positive,
+            } => e2m1::<O>(&reader, block, divides, positive, tile, to),
             Self::Transposed => transposed::<O>(&reader, tile, to),
             Self::Table {
                 block,
@@ -297,10 +303,15 @@ fn e2m1<O: Number>(
     reader: &Reader<'_>,
     block: u64,
     divides: bool,
+    positive: bool,
     tile: &Tile,
     to: &mut [u8],
 ) -> Result<()> {
     let block = [1, block];
+    let mut of_code = E2M1;
+    if positive {
+        of_code[8] = 0.0;
+    }
     let grid = Grid::of(reader.part(1)?, block, tile);
     let mut scales = reader.numbers(1, &grid.offset, &grid.shape)?;
     if let Some(part) = reader.parts.get(2) {
@@ -331,7 +342,7 @@ fn e2m1<O: Number>(
                 let scale = scales[at];
                 let values = columns.map(|column| {
                     let at = column + odd;
-                    E2M1[usize::from(pairs[at / 2] >> (4 * (at % 2)) & 15)] * scale
+                    of_code[usize::from(pairs[at / 2] >> (4 * (at % 2)) & 15)] * scale
                 });
                 put_all::<O>(values, to);
             }
@@ -389,8 +400,11 @@ fn table<O: Number>(
     } else {
         reader.numbers(1, &[first], &[n])?
     };
-    let (byte, until) = (start / 2, end.div_ceil(2));
-    reader.bytes(0, &[byte], &[until - byte], |pairs| {
+    // bitsandbytes can store the bytes as elements of another dtype, so that FSDP divides them as it divides others.
+    let unit = reader.part(0)?.dtype.unit().1;
+    let (at, until) = (start / 2 / unit, end.div_ceil(2).div_ceil(unit));
+    let byte = at * unit;
+    reader.bytes(0, &[at], &[until - at], |pairs| {
         let numbers = (start..end).map(|at| {
             let shift = 4 * (1 - at % 2);
             let code = pairs[(at / 2 - byte) as usize] >> shift & 15;
