@@ -488,11 +488,11 @@ HOSTILE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a shard without place": (lambda: {"held": with_attribute("metadata", None)}, "else than a `ShardMetadata`"),
     "a shard twice": (
         lambda: {"held": [shard([0, 0], [3, 2])] * 2},
-        "lists less often",
+        "its metadata does not list it, or lists it fewer times",
     ),
     "a shard that is not listed": (
         lambda: {"held": [shard([1, 0], [3, 2])]},
-        "lists less often",
+        "its metadata does not list it, or lists it fewer times",
     ),
     "a negative offset": (lambda: {"held": [shard([-1, 0], [3, 2])]}, "offset of -1"),
     "an offset beyond": (lambda: {"held": [shard([3, 0], [3, 2])]}, r"of a tensor of shape \[5, 2\]"),
@@ -527,7 +527,7 @@ HOSTILE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a number as regions": (lambda: with_metadata(shards_metadata=3), "shards that are no list"),
     "numbers as regions": (lambda: with_metadata(shards_metadata=[3]), "else than a `ShardMetadata`"),
     "regions in themselves": (lambda: with_metadata(shards_metadata=itself()), "else than a `ShardMetadata`"),
-    "no regions": (lambda: with_metadata(shards_metadata=[]), "lists less often"),
+    "no regions": (lambda: with_metadata(shards_metadata=[]), "its metadata does not list it, or lists it fewer times"),
     "a region beyond": (lambda: with_metadata(shards_metadata=[metadata_of([0, 0], [9, 2])]), "of a tensor of shape"),
     "no group": (lambda: {"group": None}, "else than a `ShardedTensor.ProcessGroupState`"),
     "another class as group": (lambda: {"group": metadata_of([0], [1])}, "ProcessGroupState"),

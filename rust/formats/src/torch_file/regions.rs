@@ -172,7 +172,7 @@ impl TorchFile {
             let region = [offset.as_slice(), &extent].concat();
             if !known.remove(region.as_slice()) {
                 let message = format!(
-                    "a shard at {offset:?} of shape {extent:?}, which its metadata lists less often"
+                    "a shard at {offset:?} of shape {extent:?}: its metadata does not list it, or lists it fewer times"
                 );
                 return Err(Error::damaged(message));
             }
