@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 SHARED_PREFIX = "share-"
 _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
 _FILES_AT_ONCE = 1024  # after which progress is reported
+_LARGE_FILE_BYTES = 1 << 30  # the share that writes it keeps the others waiting
 
 _log = logging.getLogger("reshard")
 _T = TypeVar("_T")
@@ -445,7 +446,7 @@ def publish_folder(
         is_replaced = is_ours or functools.partial(is_our_file, job)
         if job.shared is not None:
             report = _publish_shares(job, job.shared, files, start, is_replaced)
-            return replace(report, path=path or job.target, warnings=[*warnings, *_idle(job.shared, len(files))])
+            return replace(report, path=path or job.target, warnings=[*warnings, *_idle(job, job.shared, files)])
         with filled_bucket(job.target, commits=job.known_files.commits) as bucket:
             beside = start(bucket)
             bucket.claim([file.name for file in files], overwrite=job.overwrite)
@@ -557,12 +558,14 @@ def _publish_shares(
             raise
 
 
-def _idle(shared: Shared, n_files: int) -> list[str]:
+def _idle(job: Job, shared: Shared, files: list[File]) -> list[str]:
     """A warning of the first share if others write no file, as each file of a bucket is written by one process."""
     n_shares = shared.share.count
-    if shared.spread is not None or shared.is_sent or shared.share.index > 0 or n_files > n_shares:
+    if shared.spread is not None or shared.is_sent or shared.share.index > 0 or len(files) > n_shares:
         return []
-    words = f"{n_shares} shares write {counted(n_files, 'file')}, each by one process, so some write none"
+    if max(file_sizes(job, files), default=0) < _LARGE_FILE_BYTES:
+        return []
+    words = f"{n_shares} shares write {counted(len(files), 'file')}, each by one process, so some write none"
     return [f"{words}; smaller files (`max_shard_size`) divide the work"]
 
 
