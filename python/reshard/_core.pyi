@@ -560,7 +560,7 @@ class WrittenRange(NamedTuple):
         end: its end in the file.
         n_bytes: bytes of the file.
         header_bytes: bytes of its header.
-        header_checksum: crc32c of the header.
+        header_checksum: crc32c of the header; of a file in a container, a number that is the same for all parts.
         checksums: those of the chunks of the part.
         not_finite: as of `Written`, for the values in the part.
         sums: of each array in the part, if the container has sums.

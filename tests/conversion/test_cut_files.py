@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,15 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard import _core
-from reshard.errors import DamagedFileError
+from reshard.conversion import shares
+from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats.torch_file import archive
+from reshard.storage import changes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MIB = 1 << 20
+MIB, CHUNK = 1 << 20, 1 << 18
 
 
 def arrays(sizes: list[int], seed: int = 0) -> dict[str, np.ndarray]:
@@ -41,7 +44,7 @@ def test_parts_of_a_file_with_sums_are_the_file(
 ) -> None:
     source, path = tmp_path / "in.safetensors", tmp_path / "parts.pt"
     reshard.save_file(arrays([*sizes, 1]), source)
-    path.unlink(missing_ok=True)
+    path.write_bytes(b"")
     index = _core.Index()
     index.add_whole_file(index.add_file(str(source)))
     plan = index.plan(index.whole_request(index.keys()))
@@ -61,6 +64,104 @@ def test_parts_of_a_file_with_sums_are_the_file(
     for _ in range(2):  # once more after a crash
         assert _core.write_sums(str(path), container, sums, checksums) == whole.checksums
         assert path.read_bytes() == expected
+
+
+def plan_of(path: Path, sizes: list[int]) -> _core.Plan:
+    reshard.save_file(arrays(sizes), path)
+    index = _core.Index()
+    index.add_whole_file(index.add_file(str(path)))
+    return index.plan(index.whole_request(index.keys()))
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("border", [CHUNK, 4 * MIB, 4 * MIB + CHUNK])
+def test_a_sum_lies_across_the_end_of_a_chunk_a_piece_and_a_part(tmp_path: Path, border: int) -> None:
+    path = tmp_path / "parts"
+    for n in range(border - 4, border + 1):
+        plan = plan_of(tmp_path / "in.safetensors", [n, 5 * MIB, 3])
+        composer = archive.Composer()
+        for size in (n, 5 * MIB, 3):
+            composer.sum_of(composer.array(size))
+        container = composer.container()
+        whole = plan.write(str(tmp_path / "whole"), container=container)
+        for at in ([0, plan.n_bytes], [0, border, plan.n_bytes], [0, CHUNK, border + CHUNK, plan.n_bytes]):
+            path.write_bytes(b"")
+            parts = [plan.write_part(str(path), *pair, container=container) for pair in pairwise(at)]
+            sums = [one for part in parts for one in part.sums]
+            checksums = b"".join(part.checksums for part in parts)
+            assert _core.write_sums(str(path), container, sums, checksums) == whole.checksums
+            assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.slow(disk=False)
+def test_the_sums_of_many_arrays_take_no_time(tmp_path: Path) -> None:
+    n = 20_000
+    plan, path = plan_of(tmp_path / "in.safetensors", [3] * n), tmp_path / "parts"
+    container = archive.state_dict("model", plan.arrays)
+    whole = plan.write(str(tmp_path / "whole"), container=container)
+    path.write_bytes(b"")
+    part = plan.write_part(str(path), 0, plan.n_bytes, container=container)
+    begun = time.process_time()
+    assert _core.write_sums(str(path), container, part.sums, part.checksums) == whole.checksums
+    assert time.process_time() - begun < 0.5
+    assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_sums_that_lie_beyond_a_file_or_are_of_no_array_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(20))
+    for sums in ([(17, 0)], [(2**64 - 1, 0)], [(4, 1)], [(8, 0), (4, 0)]):
+        with pytest.raises(ArgumentError, match="not those of a file with these sums"):
+            _core.write_sums(str(tmp_path / "file"), (bytes(12), [4], sums), [_core.PartSum(0, 8, 1)], bytes(4))
+        assert (tmp_path / "file").read_bytes() == bytes(20)
+
+
+def test_parts_are_told_from_those_of_another_container(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "in.safetensors", [MIB, MIB])
+    path = tmp_path / "parts"
+    with pytest.raises(CheckpointNotFoundError, match=r"cannot open .*parts"):  # nobody has made it
+        plan.write_part(str(path), 0, MIB)
+    path.touch()
+
+    def identity(start: int, container: _core.Container | None) -> int:
+        return plan.write_part(str(path), start, start + MIB, container=container).header_checksum
+
+    one, other = (archive.state_dict(name, plan.arrays) for name in ("model", "mode_"))
+    literals, starts, sums = one
+    assert identity(0, one) == identity(MIB, one)
+    assert len({identity(0, of) for of in (one, other, (literals, starts, sums[:1]))}) == 3
+    assert identity(MIB, None) == plan.write(str(tmp_path / "whole")).header_checksum
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_process_that_ends_between_the_sums_and_the_name_has_lost_nothing(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, dst = tmp_path / "in.safetensors", tmp_path / "shared" / "folder"
+    reshard.save_file(arrays([3 * MIB, 3 * MIB]), source)
+    options: dict[str, Any] = {"to": "torch", "max_shard_size": "4MB"}
+    reshard.convert(source, dst, share=(0, 3), **options)
+    reshard.convert(source, dst, share=(1, 3), **options)
+    n_linked = 0
+
+    def link_or_move(*paths: Any) -> None:
+        nonlocal n_linked
+        if n_linked == at:
+            raise KeyboardInterrupt
+        n_linked += 1
+        changes.link_or_move(*paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shares, "link_or_move", link_or_move)
+        with pytest.raises(KeyboardInterrupt):
+            reshard.convert(source, dst, share=(2, 3), **options)
+    assert not dst.exists()
+    assert reshard.convert(source, dst, share=(2, 3), **options).pending == ()
+    reshard.convert(source, tmp_path / "whole" / "folder", **options)
+    names = [path.name for path in (tmp_path / "whole" / "folder").iterdir()]
+    assert len(names) > 2
+    assert all((dst / name).read_bytes() == (tmp_path / "whole" / "folder" / name).read_bytes() for name in names)
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["folder"]
 
 
 @pytest.mark.slow(disk=False)
@@ -105,15 +206,3 @@ def test_a_share_of_a_file_that_was_killed_publishes_nothing(tmp_path: Path) -> 
     assert reshard.convert(source, dst, share=(0, 2)).pending == ()
     reshard.convert(source, tmp_path / "whole" / "one.pt")
     assert dst.read_bytes() == (tmp_path / "whole" / "one.pt").read_bytes()
-
-
-@pytest.mark.slow(disk=False)
-def test_a_part_that_another_process_made_anew_is_not_published(tmp_path: Path) -> None:
-    source, dst = tmp_path / "in.safetensors", tmp_path / "out" / "one.pt"
-    reshard.save_file(arrays([9 * MIB]), source)
-    reshard.convert(source, dst, share=(0, 2))
-    (part,) = dst.parent.rglob("one.pt")
-    part.unlink()
-    with pytest.raises(DamagedFileError, match="share 0 of 2"):
-        reshard.convert(source, dst, share=(1, 2))
-    assert not dst.exists()

@@ -113,6 +113,7 @@ def test_what_is_not_finite_is_a_member_whether_a_file_is_written_at_once_or_in_
     index.add_whole_file(index.add_file(str(tmp_path / "in.safetensors")))
     plan = index.plan(index.whole_request(["a", "b", "c"]))
     whole = plan.write(str(tmp_path / "whole"))
+    (tmp_path / "part").touch()
     part = plan.write_part(str(tmp_path / "part"), 0, plan.n_bytes)
     assert isinstance(part, _core.WrittenRange)
     assert (part.start, part.end) == (0, part.n_bytes)

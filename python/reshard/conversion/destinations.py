@@ -15,7 +15,17 @@ from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
 from reshard.conversion.bucket_shares import BucketShares, WrittenObject
 from reshard.conversion.buckets import BucketFolder, filled_bucket, left_in
-from reshard.conversion.shares import WrittenPart, committing, cut, missing, place, read_record, write_record
+from reshard.conversion.shares import (
+    WrittenPart,
+    committing,
+    cut,
+    folder_of,
+    made_once,
+    missing,
+    place,
+    read_record,
+    write_record,
+)
 from reshard.errors import CheckpointNotFoundError, DestinationExistsError
 from reshard.storage.changes import make_folders, remove_folder, set_mode, temporary_folder
 from reshard.storage.location import locate
@@ -32,7 +42,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.known_files import KnownFiles
-    from reshard.conversion.shares import Part, Share, Shared
+    from reshard.conversion.shares import Share, Shared
     from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
@@ -185,7 +195,7 @@ def write_files(
     progress = JointProgress(options.progress, sum(sizes))
     if folder.is_local:
         for name in {file.name.rpartition("/")[0] for file in files} - {""}:
-            make_folders(folder / name, options.folder_mode)
+            make_folders(folder / name, options.folder_mode, inside=folder)
     written = {}
     for first in range(0, len(files), _FILES_AT_ONCE):
         some, of_some = files[first : first + _FILES_AT_ONCE], sizes[first : first + _FILES_AT_ONCE]
@@ -307,26 +317,24 @@ def _write_share(
     job: Job, folder: Location, files: list[File], sizes: list[int], share: Share
 ) -> dict[str, WrittenPart]:
     """Write the files and the parts of files that belong to a share."""
-    own = cut(sizes, share.count)[share.index]
+    parts = cut(sizes, share.count)
+    own = parts[share.index]
     whole = [part.file for part in own if part.is_whole]
     progress = JointProgress(job.options.progress, sum(part.end - part.start for part in own))
     of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
     written = write_files(of_whole, folder, [files[i] for i in whole], [sizes[i] for i in whole])
     records = {name: WrittenPart(0, record.n_bytes, WrittenFile.of(record)) for name, record in written.items()}
-    for part in own:
-        if not part.is_whole:
-            report = progress.of_file(part.end - part.start)
-            records[files[part.file].name] = _write_part(job, folder, files[part.file], part, report)
+    ranges = [part for part in own if not part.is_whole]
+    names = {files[part.file].name for of_share in parts for part in of_share if not part.is_whole}
+    modes = {"mode": job.options.file_mode, "folder_mode": job.options.folder_mode}
+    token = made_once(folder, names, **modes) if ranges else ""
+    for part in ranges:
+        file, report = files[part.file], progress.of_file(part.end - part.start)
+        write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end)
+        one = _streamed(write, job, folder_of(folder, token), file, report)
+        records[file.name] = WrittenPart(one.start, one.end, WrittenFile.of(one), tuple(one.sums), token)
     job.source.check_unchanged()
     return records
-
-
-def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _core.Progress | None) -> WrittenPart:
-    if parent := file.name.rpartition("/")[0]:
-        make_folders(folder / parent, job.options.folder_mode)
-    write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end)
-    written = _streamed(write, job, folder, file, progress)
-    return WrittenPart(written.start, written.end, WrittenFile.of(written), tuple(written.sums))
 
 
 def _streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:

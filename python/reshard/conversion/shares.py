@@ -3,7 +3,9 @@
 The files of a conversion, one after the other, are cut into shares of as many bytes; a large file can belong to several
 shares. These write into one folder on the file system of the destination. Its name is a digest of the source and the
 options, so only shares of the same conversion use it. Each writes its files, or its ranges of them, and then
-`share-<i>.json`, the record of their sizes and checksums. No process waits for another: no claim is held and no message
+`share-<i>.json`, the record of their sizes and checksums. The files with ranges lie in a folder with a random name, the
+token, which the first share makes and all records name: files that were removed and made again have another one, so no
+range of an old record is taken for one of the new files. No process waits for another: no claim is held and no message
 is sent. A share that was interrupted is written by calling it again; one with a record is not written again. The files
 are linked into the folder that is published, so that a crash during publication costs no work.
 """
@@ -14,6 +16,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import secrets
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard import _core
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.changes import link_or_move, remove_file, remove_folder, try_lock
+from reshard.storage.changes import link_or_move, make_folders, remove_file, remove_folder, try_lock
 from reshard.storage.location import locate
+from reshard.values.words import show
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
 MIN_CUT_BYTES = 1 << 20  # smaller files belong to one share
+_RECORD_VERSION = 5
+_CUT = ".cut"  # the folder of the folder of files that several shares write
+_TRIES = 8  # to make it, while other processes make and remove it
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Shared:
 
 
 def digest_of(source: Source, options: Mapping[str, Any]) -> str:
-    """A digest of the values that all shares must agree on: the files of the source, and all options.
+    """A digest of the values that all shares must agree on: this version, the files of the source, and all options.
 
     Args:
         source: the opened source.
@@ -99,7 +106,7 @@ def digest_of(source: Source, options: Mapping[str, Any]) -> str:
         for number, file in enumerate(source.files())
     ]
     proof = None if source.manifest is None else source.manifest.digest
-    text = json.dumps([str(path.resolved()), proof, files, options], sort_keys=True, default=str)
+    text = json.dumps([_core.__version__, str(path.resolved()), proof, files, options], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -160,12 +167,14 @@ class WrittenPart:
         end: its end in the file.
         file: the record of the file, with the checksums of this part only.
         sums: of a file with sums of its arrays, those of what the part has of each; the file lacks them still.
+        token: that of the folder of the file, if several shares write it.
     """
 
     start: int
     end: int
     file: WrittenFile
     sums: tuple[_core.PartSum, ...] = ()
+    token: str = ""
 
     @property
     def n_bytes(self) -> int:
@@ -191,7 +200,7 @@ def joined(parts: Sequence[WrittenPart]) -> WrittenFile | None:
         (b'abcdefgh', None)
     """
     ordered = _in_order(parts)
-    alike = {(part.file.n_bytes, part.file.header_bytes, part.file.header_checksum) for part in ordered}
+    alike = {(part.file.n_bytes, part.file.header_bytes, part.file.header_checksum, part.token) for part in ordered}
     ends = [0, *(part.end for part in ordered)]
     if len(alike) != 1 or ends[-1] != ordered[0].file.n_bytes or ends[:-1] != [part.start for part in ordered]:
         return None
@@ -199,7 +208,59 @@ def joined(parts: Sequence[WrittenPart]) -> WrittenFile | None:
     for name, kind in (one for part in ordered for one in part.file.not_finite):
         worst[name] = max(kind, worst.get(name, kind))
     checksums = b"".join(part.file.checksums for part in ordered)
-    return replace(ordered[0].file, checksums=checksums, not_finite=tuple(worst.items()))
+    first = ordered[0].file
+    header_checksum = first.header_checksum if first.header_bytes else 0  # without a header, parts are compared by it
+    return replace(first, header_checksum=header_checksum, checksums=checksums, not_finite=tuple(worst.items()))
+
+
+def folder_of(folder: Location, token: str) -> Location:
+    """The folder of the files with this token; without one, that of the shares."""
+    return folder / _CUT / token if token else folder
+
+
+def made_once(folder: Location, names: Collection[str], *, mode: int, folder_mode: int) -> str:
+    """The token of the files that several shares write. The first share makes them, and all find the same ones.
+
+    If one of them is lost, all are made again under another token, and no record of the old ones counts.
+
+    Args:
+        folder: the folder of the shares, which is not made.
+        names: the files.
+        mode: permission bits of the files, less the umask.
+        folder_mode: of folders.
+
+    Raises:
+        StorageError: the system failed, or the folder of the shares was removed.
+    """
+    place = folder / _CUT
+    for _ in range(_TRIES):
+        for token in _names(place):
+            if all((place / token / name).is_file() for name in names):
+                return token
+            lost = folder / f"{_CUT}-{secrets.token_hex(8)}"  # NFS keeps the name of a file that is open somewhere
+            with contextlib.suppress(ReshardError):  # another share has done it
+                place.store.rename((place / token).path, lost.path)
+            remove_folder(lost)
+        with contextlib.suppress(StorageError):  # another share has made it again
+            place.store.remove_empty_folder(place.path)
+        token = secrets.token_hex(8)
+        made = folder / f"{_CUT}-{token}"
+        make_folders(made / token, folder_mode, inside=folder)
+        for name in names:
+            file = made / token / name
+            make_folders(file.parent, folder_mode, inside=made)
+            file.create(mode=mode, durable=False)
+        try:
+            place.store.rename(made.path, place.path)  # refused if there is one
+        except FileExistsError:
+            remove_folder(made)
+        else:
+            return token
+    raise StorageError(
+        f"the files of several shares cannot be made in {show(str(place))}",
+        path=str(place),
+        hint="remove that folder and convert again",
+    )
 
 
 def write_record(
@@ -215,8 +276,15 @@ def write_record(
         durable: whether the record is synced.
 
     Raises:
-        StorageError: the system failed.
+        StorageError: the system failed, or a file was removed meanwhile.
     """
+    for name, part in written.items():
+        if not (folder_of(folder, part.token) / name).is_file():
+            raise StorageError(
+                f"{show(name)} was removed while share {share.index} of {share.count} wrote it",
+                path=str(folder),
+                hint="write this share again",
+            )
     files = {
         name: [
             part.start,
@@ -227,11 +295,11 @@ def write_record(
             base64.b64encode(part.file.checksums).decode(),
             part.file.not_finite,
             part.sums,
-            _inode(folder / name, part),
+            part.token,
         ]
         for name, part in written.items()
     }
-    text = json.dumps({"version": 4, "files": files})
+    text = json.dumps({"version": _RECORD_VERSION, "digest": _digest(files), "files": files})
     locate(folder / share.name).replace(text, mode, durable=durable)
 
 
@@ -243,16 +311,17 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
     """
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
-        files, inodes = {}, {}
-        for name, (*numbers, checksums, not_finite, sums, inode) in content["files"].items():
+        if content["version"] != _RECORD_VERSION or content["digest"] != _digest(content["files"]):
+            return None
+        files = {}
+        for name, (*numbers, checksums, not_finite, sums, token) in content["files"].items():
             start, end, n_bytes, header_bytes, checksum = numbers
             of_chunks = base64.b64decode(checksums, validate=True)
             worst = tuple((key, _core.NotFinite(kind)) for key, kind in not_finite)
             file = WrittenFile(n_bytes, header_bytes, checksum, of_chunks, worst)
-            files[name] = WrittenPart(start, end, file, tuple(_core.PartSum(*one) for one in sums))
-            inodes[name] = inode
+            files[name] = WrittenPart(start, end, file, tuple(_core.PartSum(*one) for one in sums), token)
         if all(
-            one.end <= (folder / name).stat().n_bytes <= one.file.n_bytes and _inode(folder / name, one) == inodes[name]
+            one.end <= (folder_of(folder, one.token) / name).stat().n_bytes <= one.file.n_bytes
             for name, one in files.items()
         ):
             return files
@@ -263,19 +332,23 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
     return None
 
 
-def _inode(path: Location, part: WrittenPart) -> int | None:
-    """Of a file that several shares write, its inode: one that was made anew lacks what other shares had written."""
-    identity = path.stat().identity if part.n_bytes < part.file.n_bytes else None
-    return identity[1] if isinstance(identity, tuple) else None
+def _digest(files: Mapping[str, Any]) -> str:
+    """Of a record: what was changed in it is not written into a file."""
+    return hashlib.blake2b(json.dumps(files).encode(), digest_size=16).hexdigest()
 
 
 def missing(folder: Location, n_shares: int) -> list[int]:
     """The shares that are not recorded yet."""
-    try:
-        names = set(folder.names())
-    except CheckpointNotFoundError:
-        names = set()
+    names = set(_names(folder))
     return [index for index in range(n_shares) if _name(index) not in names]
+
+
+def _names(folder: Location) -> list[str]:
+    """Of its entries; none if it is not there."""
+    try:
+        return folder.names()
+    except CheckpointNotFoundError:
+        return []
 
 
 @contextlib.contextmanager
@@ -321,7 +394,7 @@ def place(
         lost = shares.index(None)
         for index, share in enumerate(shares):
             # A file that was cut short can have its size again, but not what other shares had written of it.
-            if share is None or any(part.n_bytes < part.file.n_bytes for part in share.values()):
+            if share is None or any(part.token for part in share.values()):
                 remove_file(folder / _name(index))
         raise DamagedFileError(
             f"share {lost} of {n_shares} does not have the files of its record",
@@ -333,6 +406,7 @@ def place(
         parts.setdefault(name, []).append(part)
     records = {name: joined(of_file) for name, of_file in parts.items()}
     odd = set(records) ^ set(files) | {name for name, record in records.items() if record is None}
+    odd |= {name for name in records.keys() & files if not _has_all_sums(parts[name], files[name])}
     if odd:
         raise DamagedFileError(
             f"the shares in {folder} and this conversion disagree on {min(odd)}",
@@ -342,11 +416,20 @@ def place(
     found = {name: record for name, record in records.items() if record is not None}
     for name, container in files.items():
         sums = [one for part in _in_order(parts[name]) for one in part.sums]
+        path = folder_of(folder, parts[name][0].token) / name
         if container is not None and sums:
-            checksums = _core.write_sums(str(folder / name), container, sums, found[name].checksums, durable=durable)
+            checksums = _core.write_sums(str(path), container, sums, found[name].checksums, durable=durable)
             found[name] = replace(found[name], checksums=checksums)
-        link_or_move(folder / name, target / name)
+        link_or_move(path, target / name)
     return found
+
+
+def _has_all_sums(parts: Sequence[WrittenPart], container: _core.Container | None) -> bool:
+    """Whether shares that have written parts of a file have the sums of all bytes of its arrays, if it needs them."""
+    if not any(part.token for part in parts):
+        return True
+    n_bytes = 0 if container is None or not container[2] else parts[0].file.n_bytes - len(container[0])
+    return n_bytes == sum(one.n_bytes for part in parts for one in part.sums)
 
 
 def _in_order(parts: Sequence[WrittenPart]) -> list[WrittenPart]:

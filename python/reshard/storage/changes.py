@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 1 << 20
 
 
-def make_folders(path: str | os.PathLike[str], mode: int = 0o777) -> None:
+def make_folders(
+    path: str | os.PathLike[str], mode: int = 0o777, *, inside: str | os.PathLike[str] | None = None
+) -> None:
     """Make a folder and those above it that are missing; one that is there stays as it is.
 
     Args:
         path: the folder.
         mode: permission bits of what is made, less the umask.
+        inside: a folder above it, which is not made.
 
     Raises:
         StorageError: the system failed.
@@ -42,6 +45,8 @@ def make_folders(path: str | os.PathLike[str], mode: int = 0o777) -> None:
     with failing("making", path):
         folder = Path(path)
         missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        if inside is not None:
+            missing = [one for one in missing if Path(inside) in one.parents]
         for one in (*reversed(missing[1:]), folder):  # `path` itself always: a file there is an error
             one.mkdir(mode=mode, exist_ok=True)
 

@@ -241,7 +241,7 @@ pub struct WrittenPart {
     pub n_bytes: u64,
     /// Bytes of its header.
     pub header_bytes: u64,
-    /// The checksum of its header.
+    /// The checksum of its header, or of its container: that of all parts is the same.
     pub header_checksum: u32,
     /// The checksums of the chunks of the part.
     pub chunks: Vec<u32>,
@@ -251,7 +251,7 @@ pub struct WrittenPart {
     pub sums: Vec<SumOfPart>,
 }
 
-/// Writes a part of the file that [`write()`] writes, under the name of the file, which other processes fill at the same
+/// Writes a part of the file that [`write()`] writes, into a file that is there and that other processes fill at the same
 /// time. The parts of a file are given by positions in the bytes of its arrays; those that follow each other there do so
 /// in the file. The sums of arrays are left out: [`write_sums`] writes them when all parts are there.
 ///
@@ -281,7 +281,7 @@ pub fn write_part(
     Ok(WrittenPart {
         n_bytes: content.n_bytes(),
         header_bytes: content.header_bytes(),
-        header_checksum: content.header_checksum(),
+        header_checksum: content.identity(),
         range,
         chunks: written.chunks,
         not_finite: written.not_finite,

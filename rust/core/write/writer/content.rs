@@ -249,6 +249,23 @@ impl<'a> Content<'a> {
     pub(super) fn header_checksum(&self) -> u32 {
         crc32c(0, &self.container.literals[..self.header_bytes as usize])
     }
+
+    /// The checksum of the header of a safetensors file; of another one, that of its container, to compare parts by.
+    pub(super) fn identity(&self) -> u32 {
+        if self.header_bytes > 0 {
+            return self.header_checksum();
+        }
+        let Container {
+            literals,
+            starts,
+            sums,
+        } = &*self.container;
+        let of_sums = sums.iter().flat_map(|sum| [sum.at, sum.array as u64]);
+        let places = starts.iter().copied().chain(of_sums);
+        places.fold(crc32c(0, literals), |crc, place| {
+            crc32c(crc, &place.to_le_bytes())
+        })
+    }
 }
 
 impl Content<'_> {

@@ -88,6 +88,10 @@ impl ArraySums {
 
 /// Appends bytes with a CRC-32 to those of another one.
 fn append(crc: &mut u32, own: u32, n_bytes: u64) {
+    if *crc == 0 {
+        *crc = own; // as the sum says for 0, for any number of bytes
+        return;
+    }
     let (before, own) = (u64::from(*crc), u64::from(own));
     *crc = checksum_combine(CrcAlgorithm::Crc32IsoHdlc, before, own, n_bytes) as u32;
 }
@@ -136,17 +140,31 @@ pub fn write_sums(
     let opened = rustix::fs::open(path, flags, Mode::empty());
     let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
     let n_bytes = file.metadata().map_err(failed)?.len();
-    for sum in &container.sums {
-        let bytes = crcs.get(sum.array).ok_or_else(wrong)?.to_le_bytes();
-        for (at, byte) in (sum.at..).zip(bytes) {
-            let number = at as usize / CHUNK_BYTES;
-            let end = n_bytes.min((number as u64 + 1) * CHUNK_BYTES as u64);
-            let n_behind = end.checked_sub(at + 1).ok_or_else(wrong)?;
-            // The checksum is that of a 0 there. It is linear but for a constant, which both sums of a byte have.
-            let changed = u64::from(crc32c(0, &[byte]) ^ crc32c(0, &[0]));
-            let change = checksum_combine(CrcAlgorithm::Crc32Iscsi, changed, 0, n_behind) as u32;
-            *chunks.get_mut(number).ok_or_else(wrong)? ^= change;
-        }
+    let sums = &container.sums;
+    let fits = |sum: &Sum| sum.array < crcs.len() && sum.at.saturating_add(4) <= n_bytes;
+    if !sums.iter().all(fits) || !sums.is_sorted_by_key(|sum| sum.at) {
+        return Err(wrong());
+    }
+    let chunk_bytes = CHUNK_BYTES as u64;
+    let of_sum = |sum: &Sum| [sum.at / chunk_bytes, (sum.at + 3) / chunk_bytes];
+    let mut numbers: Vec<u64> = sums.iter().flat_map(of_sum).collect();
+    numbers.dedup();
+    let mut chunk = Vec::new();
+    for number in numbers {
+        let at = number * chunk_bytes;
+        let end = n_bytes.min(at + chunk_bytes);
+        let first = sums.partition_point(|sum| sum.at + 4 <= at);
+        let last = sums.partition_point(|sum| sum.at < end);
+        // The checksum is that of zeros there. It is linear but for a constant, which both of these have.
+        chunk.clear();
+        chunk.resize((end - at) as usize, 0);
+        let mut change = crc32c(0, &chunk);
+        put_sums(&sums[first..last], at, &mut chunk, |array| crcs[array]);
+        change ^= crc32c(0, &chunk);
+        *chunks.get_mut(number as usize).ok_or_else(wrong)? ^= change;
+    }
+    for sum in sums {
+        let bytes = crcs[sum.array].to_le_bytes();
         file.write_all_at(&bytes, sum.at).map_err(failed)?;
     }
     if is_durable {

@@ -90,9 +90,9 @@ impl TemporaryFile {
 }
 
 impl FilePart {
-    /// Opens the file, or creates it.
+    /// Opens the file, which must be there: one that was created again would lack what others have written.
     pub(super) fn open(path: &Path, range: Range<u64>, options: &Options) -> Result<Self> {
-        let mut opened = Opened::new(path, OFlags::CREATE, options)?;
+        let mut opened = Opened::new(path, OFlags::empty(), options)?;
         opened.prepare(path, range, options)?;
         Ok(Self(opened))
     }
@@ -104,7 +104,12 @@ impl Opened {
         // The type has 16 bits on macOS.
         let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
         let opened = retry_on_intr(|| rustix::fs::open(path, flags, mode));
-        let buffered = opened.map_err(|errno| Error::io("cannot create", path, &errno.into()))?;
+        let doing = if flags.contains(OFlags::CREATE) {
+            "cannot create"
+        } else {
+            "cannot open"
+        };
+        let buffered = opened.map_err(|errno| Error::io(doing, path, &errno.into()))?;
         Ok(Self {
             path: path.to_owned(),
             buffered: File::from(buffered),
