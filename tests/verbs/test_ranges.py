@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e5m2
 
 import reshard
+from reshard import _core
+from reshard.commit.scrub import Fault, joined_faults
+from reshard.conversion import shares
 from reshard.ranks.messages import decode, encode
 from reshard.verbs import slices
+from reshard.verbs import stats as stats_verb
 from reshard.verbs.stats import stats
 
 if TYPE_CHECKING:
@@ -67,7 +72,20 @@ def values(seed: int, shape: tuple[int, ...], dtype: Any, odd: str) -> np.ndarra
 
 
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple) | st.tuples(st.integers(1000, 20000))
-DTYPES = st.sampled_from([np.float32, np.float64, np.float16, bfloat16, np.int8, np.uint64, np.complex64, np.bool_])
+DTYPES = st.sampled_from(
+    [
+        np.float32,
+        np.float64,
+        np.float16,
+        bfloat16,
+        float8_e4m3fn,
+        float8_e5m2,
+        np.int8,
+        np.uint64,
+        np.complex64,
+        np.bool_,
+    ]
+)
 TENSORS = st.lists(st.tuples(SHAPES, DTYPES, st.sampled_from(["", "", "nan", "inf", "large"])), min_size=1, max_size=8)
 SETTINGS = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
@@ -77,6 +95,8 @@ SETTINGS = settings(
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "_MIN_PIECE_BYTES", 1 << 12)
+    for module in (slices, shares):
+        monkeypatch.setattr(module, "MIN_CUT_BYTES", 1 << 12)
 
 
 @pytest.mark.slow(disk=False)
@@ -128,6 +148,60 @@ def test_differences_of_shares_are_those_of_one_process(
 
 
 @pytest.mark.slow(disk=False)
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6)])
+@pytest.mark.parametrize("n", [2, 5])
+def test_packed_elements_are_compared_by_shares(tmp_path: Path, dtype: str, bits: int, n: int) -> None:
+    generator = np.random.default_rng(n)
+    arrays = [generator.integers(0, 256, 40_000 * bits // 8, np.uint8) for _ in range(2)]
+    for name, array in zip("ab", arrays, strict=True):
+        _core.write_arrays(
+            str(tmp_path / name), [("w", dtype, (100, 400), array), ("none", dtype, (0, 400), array[:0])]
+        )
+    place = Sent(n)
+    for memory in ("256MiB", "10KiB"):
+        alone = reshard.diff(tmp_path / "a", tmp_path / "b", memory=memory)
+        assert as_text(reshard.diff(tmp_path / "a", tmp_path / "b", memory=memory, on=place)) == as_text(alone)
+        assert alone.differences[0].n_different
+    assert len(place.n_bytes) == 2 * n
+    assert min(place.n_bytes) > 0
+    assert as_text(stats(tmp_path / "a", on=Sent(n))) == as_text(stats(tmp_path / "a"))
+
+
+def test_only_the_pieces_of_tensors_that_are_cut_are_counted() -> None:
+    counted: Counter[str] = Counter()
+
+    def pieces(key: str) -> Any:
+        for _ in range(100):
+            counted[key] += 1
+            yield MIB
+
+    spans = slices.shared_out({f"w{i}": 100 * MIB for i in range(1000)}, 7, pieces)
+    assert set(counted.values()) == {100}
+    assert len(counted) <= 6
+    assert len(spans) == 7
+    found = [(span.key, number) for share in spans for span in share for number in range(span.first, span.end or 100)]
+    assert found == [(f"w{i}", number) for i in range(1000) for number in range(100)]
+
+
+def test_slices_are_made_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reshard.save_file({f"w{i}": np.ones(3, np.float32) for i in range(50)}, tmp_path / "a.safetensors")
+    made: list[slices.Slice] = []
+
+    def make(*values: Any) -> slices.Slice:
+        made.append(slices.Slice(*values))
+        return made[-1]
+
+    seen: list[int] = []
+    monkeypatch.setattr(slices, "_MAX_ARRAYS", 4)
+    monkeypatch.setattr(stats_verb, "Slice", make)
+    report = stats(tmp_path / "a.safetensors", progress=lambda done, total: seen.append(len(made) - done * 50 // total))
+    assert len(report.tensors) == 50
+    assert len(made) == 50
+    assert max(seen) <= 4
+
+
+@pytest.mark.slow(disk=False)
 @given(
     n=st.integers(1, 9),
     damaged=st.lists(st.tuples(st.integers(0, 5 * MIB), st.sampled_from([1, MIB])), max_size=6),
@@ -161,15 +235,42 @@ def test_one_tensor_in_one_file_is_cut_into_equal_shares(tmp_path: Path, work: s
     for number in (1, 2):
         reshard.save(tmp_path / "run", number, {"w": tensor * number})
     one, other = sorted((tmp_path / "run").glob("iteration_*"))
-    calls: dict[str, Callable[[Any], object]] = {
+    calls: dict[str, Callable[[Any], Any]] = {
         "verify": lambda on: reshard.verify(one, on=on),
         "diff": lambda on: reshard.diff(one, other, on=on),
         "stats": lambda on: stats(one, on=on),
     }
     calls[work](Sent(1))
     alone, four = Sent(1), Sent(4)
-    calls[work](alone)
-    calls[work](four)
+    reports = [as_text(calls[work](place)) for place in (None, alone, four)]  # with several blocks in each piece
+    assert reports[0] == reports[1] == reports[2]
     assert len(four.n_bytes) == 4
     assert sum(four.n_bytes) == sum(alone.n_bytes)
     assert max(four.n_bytes) < 1.05 * sum(four.n_bytes) / 4
+
+
+def test_a_range_that_cannot_be_read_does_not_hide_damage_of_others() -> None:
+    damaged = [Fault("a", f"bytes {i} to {i + 1} were altered: `w`", i, i + 1, ("w",)) for i in (1, 5)]
+    unread = [Fault("a", f"permission denied {i}", is_damage=False) for i in range(2)]
+    assert joined_faults([damaged[0], unread[0], damaged[1], unread[1]]) == [*damaged, unread[0]]
+    short = Fault("a", "it has 5 bytes, expected 9")
+    assert joined_faults([damaged[0], unread[0], short]) == [short]
+
+
+def test_a_tensor_without_elements_between_damaged_ranges_is_in_none(tmp_path: Path) -> None:
+    chunk, header = 256 << 10, 4096
+    arrays = {
+        "v": np.ones(4 * chunk - header, np.uint8),
+        "v0": np.ones(0, np.uint8),
+        "w": np.ones(4 * chunk, np.uint8),
+    }
+    reshard.save(tmp_path / "run", 1, arrays)
+    (file,) = (tmp_path / "run").glob("*/*.safetensors")
+    content = file.read_bytes()
+    assert int.from_bytes(content[:8], "little") + 8 == header
+    file.write_bytes(content[:header] + bytes(len(content) - header))
+    two = Sent(2)
+    report = reshard.verify(tmp_path / "run", on=two)
+    assert two.n_bytes == [4 * chunk] * 2
+    assert as_text(report) == as_text(reshard.verify(tmp_path / "run"))
+    assert [fault.tensors for fault in report.checkpoints[0].faults] == [("v", "w")]

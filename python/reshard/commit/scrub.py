@@ -200,7 +200,7 @@ def scrub_file(
             tuple(
                 tensor.name
                 for tensor in tensors
-                if entry.header_bytes + tensor.start < end and begin < entry.header_bytes + tensor.end
+                if max(begin, entry.header_bytes + tensor.start) < min(end, entry.header_bytes + tensor.end)
             ),
         )
         for begin, end in ranges
@@ -302,23 +302,28 @@ def scrub_folder(
 def joined_faults(found: Sequence[Fault]) -> list[Fault]:
     """The faults of a file, as one process finds them, from those of its ranges, in their order.
 
+    A range that cannot be read does not hide the damage of others.
+
     Example:
         >>> one = Damage("a.safetensors", 0, 8, ("w",)).fault()
         >>> other = Damage("a.safetensors", 8, 9, ("w", "v")).fault()
         >>> [str(fault) for fault in joined_faults([one, other])]
         ['a.safetensors: bytes 0 to 9 were altered: `w` and `v`']
     """
-    joined: list[Fault] = []
+    joined, unread = list[Fault](), list[Fault]()
     for one in found:
-        if one.file is None or one.begin is None or one.end is None:  # it could not be read, or has another size
-            return [one]
+        if one.file is None or one.begin is None or one.end is None:
+            if one.is_damage:  # another size
+                return [one]
+            unread = unread or [one]
+            continue
         before = joined[-1] if joined else None
         if before is not None and before.begin is not None and before.end == one.begin:
             tensors = tuple(dict.fromkeys((*before.tensors, *one.tensors)))
             joined[-1] = Damage(one.file, before.begin, one.end, tensors).fault()
         else:
             joined.append(one)
-    return joined
+    return joined + unread
 
 
 def scrub_plain(folder: Location, manifest: Manifest) -> list[Fault]:

@@ -393,15 +393,16 @@ def _compared_on(
     """As `_compared`, by the processes of a place: each compares as many bytes."""
     comparable = {pair.key: pair for pair in pairs if pair.kind.is_comparable}
     half_bytes = max(asked.max_bytes // 2, 1)
-    sizes = {
-        key: [sum(_n_bytes(dtype, shape) for dtype in pair.kind.dtypes) for _, shape in pair.kind.pieces(half_bytes)]
-        for key, pair in comparable.items()
-    }
-    n_bytes = sum(map(sum, sizes.values()))
-    n_shares = max(1, min(on.n_shares(n_bytes), sum(map(len, sizes.values()))))
-    shares = shared_out(sizes, n_shares)
+    sizes = {key: sum(pair.kind.n_bytes) for key, pair in comparable.items()}
+
+    def pieces(key: str) -> Iterator[int]:
+        kind = comparable[key].kind
+        return (sum(_n_bytes(dtype, shape) for dtype in kind.dtypes) for _, shape in kind.pieces(half_bytes))
+
+    n_bytes = sum(sizes.values())
+    shares = shared_out(sizes, on.n_shares(n_bytes), pieces)
     work = _comparing(asked, _Spans(digests, shares, threads or on.cpus))
-    results, _ = do_shares(on, work, n_shares, n_bytes, progress)
+    results, _ = do_shares(on, work, len(shares), n_bytes, progress)
     for spans, of_spans in zip(shares, results, strict=True):
         for span, found in zip(spans, of_spans, strict=True):
             for counts in found:

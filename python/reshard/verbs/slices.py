@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.conversion.shares import cut
+from reshard.conversion.shares import MIN_CUT_BYTES, cut
 from reshard.values.indexing import in_batches, regions
 
 if TYPE_CHECKING:
@@ -113,26 +112,48 @@ class Span(NamedTuple):
     end: int | None
 
 
-def shared_out(sizes: Mapping[str, Sequence[int]], n_shares: int) -> list[list[Span]]:
+def shared_out(sizes: Mapping[str, int], n_shares: int, pieces: Callable[[str], Iterable[int]]) -> list[list[Span]]:
     """The pieces that each share reads: as many bytes for each, in the order of the tensors.
 
     Args:
-        sizes: bytes of each piece of each tensor.
-        n_shares: how many shares there are.
+        sizes: bytes of each tensor.
+        n_shares: how many shares there are at most.
+        pieces: the bytes of each piece of a tensor. It is called for those that several shares read.
 
     Example:
-        >>> shared_out({"v": [2], "w": [4, 4, 4]}, 2)[1]
+        >>> shared_out({"v": 2 << 20, "w": 6 << 20}, 2, lambda _: [2 << 20] * 3)[1]
         [Span(key='w', first=1, end=3)]
     """
-    pieces = [(key, number, n_bytes) for key, of_key in sizes.items() for number, n_bytes in enumerate(of_key)]
+    keys = list(sizes)
+    n_shares = max(1, min(n_shares, sum(1 + size // MIN_CUT_BYTES for size in sizes.values())))
+    parts = cut([*sizes.values()], n_shares)
+    borders: dict[str, list[int]] = {key: [0] for key in keys}
+    for part in (part for share in parts for part in share):
+        borders[keys[part.file]].append(part.end)
+    numbers = {key: _n_before(of_key, pieces(key)) for key, of_key in borders.items() if len(of_key) > 2}
     shares: list[list[Span]] = []
-    for share in cut([n_bytes for _, _, n_bytes in pieces], n_shares, range(len(pieces))):
+    for share in parts:
         spans: list[Span] = []
-        for key, numbers in itertools.groupby((pieces[part.file] for part in share), lambda piece: piece[0]):
-            own = [number for _, number, _ in numbers]
-            spans.append(Span(key, own[0], None if len(own) == len(sizes[key]) else own[-1] + 1))
+        for key, is_whole in ((keys[part.file], part.is_whole) for part in share):
+            if is_whole:
+                spans.append(Span(key, 0, None))
+                continue
+            first, end = numbers[key].pop(0), numbers[key][0]
+            if first < end:
+                is_all = first == 0 and end == numbers[key][-1]
+                spans.append(Span(key, first, None if is_all else end))
         shares.append(spans)
     return shares
+
+
+def _n_before(borders: Sequence[int], pieces: Iterable[int]) -> list[int]:
+    """How many pieces have their middle before each border."""
+    numbers, number, end = list[int](), 0, 0
+    for number, n_bytes in enumerate(pieces):
+        while borders[len(numbers)] <= end + n_bytes // 2:
+            numbers.append(number)
+        end += n_bytes
+    return numbers + [number + 1] * (len(borders) - len(numbers))
 
 
 def batches(slices: Iterable[_T], slice_of: Callable[[_T], Slice]) -> Iterator[list[_T]]:

@@ -152,17 +152,16 @@ def _stats(
             for key, one in _counted(opened, spans, quantised, threads=threads, progress=progress):
                 _join(sums, key, one)
         else:
-            pieces = {
-                key: [
-                    dtypes.n_bytes(infos[key][0], shape) for _, shape in _pieces_of(*infos[key], key not in quantised)
-                ]
-                for key in decoded
-            }
-            total = sum(map(sum, pieces.values()))
-            n_shares = max(1, min(on.n_shares(total), sum(map(len, pieces.values()))))
-            shares = shared_out(pieces, n_shares)
+            of_decoded = {key: dtypes.n_bytes(*infos[key]) for key in decoded}
+
+            def pieces(key: str) -> Iterator[int]:
+                regions = _pieces_of(*infos[key], key not in quantised)
+                return (dtypes.n_bytes(infos[key][0], shape) for _, shape in regions)
+
+            total = sum(of_decoded.values())
+            shares = shared_out(of_decoded, on.n_shares(total), pieces)
             work = _counting(asked, _Spans(digest, shares, threads or on.cpus))
-            results, _ = do_shares(on, work, n_shares, total, progress)
+            results, _ = do_shares(on, work, len(shares), total, progress)
             for share, of_share in zip(shares, results, strict=True):
                 for span, found_in in zip(share, of_share, strict=True):
                     for one in found_in:
@@ -287,13 +286,17 @@ def _counted(
 ) -> Iterator[tuple[str, _Sums]]:
     """The sums of each piece, in their order."""
     infos = {span.key: opened._index.info(span.key) for span in spans}  # noqa: SLF001
-    slices = [
-        Slice(span.key, *infos[span.key], region)
-        for span in spans
-        for region in itertools.islice(_pieces_of(*infos[span.key], span.key not in quantised), span.first, span.end)
-    ]
-    total, done = sum(one.n_bytes for one in slices), 0
+
+    def slices_of(span: Span) -> Iterator[Slice]:
+        regions = _pieces_of(*infos[span.key], span.key not in quantised)
+        return (Slice(span.key, *infos[span.key], region) for region in itertools.islice(regions, span.first, span.end))
+
+    def n_bytes_of(span: Span) -> int:
+        return dtypes.n_bytes(*infos[span.key]) if span.end is None else sum(one.n_bytes for one in slices_of(span))
+
+    total, done = sum(map(n_bytes_of, spans)), 0
     buffer = Buffer()
+    slices = (one for span in spans for one in slices_of(span))
     for batch in batches(slices, lambda one: one):
         plan = functools.partial(opened.plan, keys={one.key for one in batch})
         for one, (_, content) in zip(batch, buffer.fill(plan, batch, threads=threads), strict=True):
