@@ -308,7 +308,7 @@ def joined_faults(found: Sequence[Fault]) -> list[Fault]:
         >>> one = Damage("a.safetensors", 0, 8, ("w",)).fault()
         >>> other = Damage("a.safetensors", 8, 9, ("w", "v")).fault()
         >>> [str(fault) for fault in joined_faults([one, other])]
-        ['a.safetensors: bytes 0 to 9 were altered: `w` and `v`']
+        ['a.safetensors: bytes 0 to 9 were altered: `w`, `v`']
     """
     joined, unread = list[Fault](), list[Fault]()
     for one in found:
