@@ -55,7 +55,18 @@ if TYPE_CHECKING:
 
 
 _PARTS = ("aliases", "modules", "objects", "optimizer", KINDS, STARTED, CONSTANTS)
-_OTHER_STATE = ("Adafactor", "LBFGS")  # optimizers of torch whose state has other shapes than the parameters
+# What optimizers of torch keep for a parameter: of its shape, and as numbers. Other entries are those of the program.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_NEEDED = {"Adadelta": ("square_avg", "acc_delta"), "Adagrad": ("sum",), "Adam": _MOMENTS, "AdamW": _MOMENTS,
+           "Adamax": ("exp_avg", "exp_inf"), "ASGD": ("ax",), "Muon": (), "NAdam": _MOMENTS, "RAdam": _MOMENTS,
+           "RMSprop": ("square_avg",), "Rprop": ("prev", "step_size"), "SGD": (), "SparseAdam": _MOMENTS}  # fmt: skip
+_OF_THE_SHAPE = {
+    *(slot for slots in _NEEDED.values() for slot in slots),
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "grad_avg",
+}
+_NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 
 class Beside(NamedTuple):
@@ -441,15 +452,12 @@ class _Restore:
             if has_groups:
                 self._match_groups(optimizers, self.record)
         given = self._state_arrays(optimizers)
-        recorded: dict[str, Sequence[str]] = {}
-        if self.record is not None:
-            recorded = {name: self.record.slots.get(self._known_name(name), ()) for name in given}
-        for live in optimizers:
-            _check_of_torch(live, given, recorded)
         kinds = {
             name: group["class"] for group in (self.record or OptimizerRecord()).groups for name in group["params"]
         }
         untrained = set(self.untrained)
+        found: list[tuple[StateUpdate, str, str]] = []
+        slots: dict[int, set[str]] = {}  # of torch, that the parameters of a group have
         for live in optimizers:
             for name, (parameter, group) in live.owned().items():
                 known = name if self.record is None else self._known_name(name)
@@ -467,16 +475,83 @@ class _Restore:
                         key=name,
                         hint='`strict={"other_optimizer": "skip"}` starts it with new state',
                     )
-                arrays = given.get(name, {})
-                parts, copies = self._rank_local_slots(known, arrays)
-                kept = [f"{slot}.{known}" for slot in sorted(parts | copies)]
-                if kept and not self.own.fits(name, known, is_of_part=bool(parts)):
-                    self.unfit += kept
-                    self.missing += kept
-                    continue
-                self._match_state(
-                    StateUpdate(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {})
-                )
+                found.append((StateUpdate(live, parameter, group), name, known))
+                slots.setdefault(id(group), set()).update(self._slots_of_torch(known))
+        for update, name, known in found:
+            arrays = given.get(name, {})
+            parts, copies = self._rank_local_slots(known, arrays)
+            kept = [f"{slot}.{known}" for slot in sorted(parts | copies)]
+            if kept and not self.own.fits(name, known, is_of_part=bool(parts)):
+                self.unfit += kept
+                self.missing += kept
+                continue
+            if not self._is_other_state(update, name, arrays, self._slots_of_torch(known), slots[id(update.group)]):
+                self._match_state(update, name, known, arrays | self.own.arrays.get(known, {}))
+
+    def _slots_of_torch(self, known: str) -> set[str]:
+        """The saved slots of a parameter that have names of those of torch's optimizers."""
+        if self.record is None:
+            return set()
+        numbers = [slot for slot, one in self.record.state.get(known, {}).items() if isinstance(one, int | float)]
+        saved = (*self.record.slots.get(known, ()), *self.record.local.get(known, ()), *numbers)
+        return {slot.partition(":")[0] for slot in saved} & (_OF_THE_SHAPE | _NUMBERS)
+
+    def _is_other_state(
+        self, update: StateUpdate, name: str, arrays: Mapping[str, np.ndarray], saved: set[str], of_group: set[str]
+    ) -> bool:
+        """Compare state with what an optimizer of torch makes; its next step would fail, or compute with wrong values.
+
+        Only its own slots are compared: a program may add others. Subclasses are not compared.
+
+        Args:
+            update: the parameter and its optimizer.
+            name: its name.
+            arrays: the loaded state.
+            saved: the saved slots of torch.
+            of_group: those of all parameters of the group.
+
+        Returns:
+            Whether it differs, and the parameter starts with new state.
+
+        Raises:
+            MismatchError: it differs, and `strict` does not accept new state.
+        """
+        kind = type(update.live.local)
+        if not kind.__module__.startswith("torch.optim") or kind.__name__ not in _NEEDED:
+            return False
+        parameter: Any = update.parameter
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        key, wrong = name, ""
+        lacks = ({*_NEEDED[kind.__name__]} | of_group) - saved if saved else set()
+        if lacks:
+            wrong = (
+                f"the state of {show(name)} has {listed(map(show, sorted(saved)))}, and lacks "
+                f"{listed(map(show, sorted(lacks)))}, which {kind.__name__} keeps for the parameters of its group"
+            )
+        for slot, array in arrays.items():
+            dtype, shape = dtypes.name_of(array.dtype), tuple(array.shape)
+            is_float = "F" in dtype or (dtype.startswith("C") and local.is_complex())
+            if slot in _NUMBERS and array.size != 1:
+                key, wrong = f"{slot}.{name}", f"of {kind.__name__} it is one number"
+            elif slot in _OF_THE_SHAPE and not (
+                is_float and (shape == tuple(local.shape) or array.size == local.numel() == 1)
+            ):
+                key = f"{slot}.{name}"
+                wrong = f"of {kind.__name__} it is floating-point of the shape of its parameter, {tuple(local.shape)}"
+            else:
+                continue
+            wrong = f"{show(key)} is {dtype} of shape {shape}; {wrong}"
+            break
+        if wrong and self.policy.missing == self.policy.other_optimizer == "error":
+            raise MismatchError(
+                wrong,
+                key=key,
+                hint="the state is of another optimizer or model, or incomplete: use another checkpoint; or "
+                "`strict=False` starts the parameter with new optimizer state",
+            )
+        if wrong:
+            self.changed.append(f"{wrong}: {show(name)} starts with new optimizer state")
+        return bool(wrong)
 
     def _match_groups(self, optimizers: Iterable[NamedOptimizer], record: OptimizerRecord) -> None:
         """Find the parameters that were in no parameter group."""
@@ -1057,39 +1132,3 @@ def _refuse(
         key=next((one if isinstance(one, str) else one.name for one in (*missing, *unexpected)), None),
         hint=advice(weights, described.model, len(fits)) if parts else skip,
     )
-
-
-def _check_of_torch(
-    live: NamedOptimizer, given: Mapping[str, Mapping[str, np.ndarray]], recorded: Mapping[str, Sequence[str]]
-) -> None:
-    """Refuse state that an optimizer of torch does not make: its next step would fail, or compute with wrong values.
-
-    Each slot is one number, or has the shape of the parameter, and all parameters of a group have the same ones.
-    Subclasses and optimizers with other state are not compared.
-    """
-    kind = type(live.local)
-    if not kind.__module__.startswith("torch.optim.") or kind.__name__ in _OTHER_STATE:
-        return
-    of_groups: dict[int, tuple[str, set[str]]] = {}
-    for name, (parameter, group) in live.owned().items():
-        arrays = given.get(name, {})
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        for slot, array in arrays.items():
-            dtype = dtypes.name_of(array.dtype)
-            is_number = array.size == 1 or "F" in dtype or (dtype.startswith("C") and local.is_complex())
-            if array.size != 1 and (tuple(array.shape) != tuple(local.shape) or not is_number):
-                raise MismatchError(
-                    f"{show(f'{slot}.{name}')} is {dtype} of shape {tuple(array.shape)}; of {kind.__name__} it is "
-                    f"floating-point of the shape of its parameter, {tuple(local.shape)}",
-                    key=f"{slot}.{name}",
-                    hint="the state is of another optimizer or model, or damaged: start the optimizer with new state",
-                )
-        if own := set(recorded.get(name, ())):
-            first, slots = of_groups.setdefault(id(group), (name, own))
-            if slots != own:
-                raise MismatchError(
-                    f"the state of {show(name)} has {listed(map(show, sorted(own)))}, and that of {show(first)}, in "
-                    f"the same group, has {listed(map(show, sorted(slots)))}",
-                    key=name,
-                    hint="the state is incomplete: use another checkpoint, or start the optimizer with new state",
-                )
