@@ -110,6 +110,13 @@ def test_a_file_some_folders_below_is_meant(tmp_path: Path) -> None:
     assert error.hint == f"did you mean `{file}`?"
 
 
+def test_files_beside_a_folder_do_not_hide_it(tmp_path: Path) -> None:
+    for name in ("LICENSE", "README.md", *(f"notes_{n:03}.txt" for n in range(400))):
+        (tmp_path / name).write_text("text")
+    file = weights(tmp_path / "weights", "some_weights.safetensors") / "some_weights.safetensors"
+    assert refused(tmp_path).hint == f"did you mean `{file}`?"
+
+
 def test_parts_of_a_model_are_opened_by_a_pattern(tmp_path: Path) -> None:
     for number in (1, 2):
         torch.save({f"w{number}": torch.ones(2)}, tmp_path / f"part_{number}.pt")

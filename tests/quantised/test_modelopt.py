@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.quantised_samples import ARCHITECTURE, Array, fp8, integers, scales, weight
 
 import reshard
-from reshard.errors import LayoutError, ReshardError, UnsupportedError
+from reshard.errors import LayoutError, MismatchError, ReshardError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,3 +104,21 @@ def test_zero_points_of_activations_are_parts(tmp_path: Path) -> None:
     assert parts(tmp_path / "m.safetensors")[1] == ["weight", "scale", *roles]
     with reshard.open(tmp_path / "m.safetensors") as checkpoint, checkpoint.dequantised() as plain:
         assert list(plain) == ["a.weight"]
+
+
+@pytest.mark.parametrize("said", [16, 32])
+def test_blocks_of_32_are_those_of_the_configuration(tmp_path: Path, said: int) -> None:
+    of_16, of_32 = (weight("nvfp4-modelopt", "a", RNG(1), 64, n) for n in (256, 128))
+    path = model(tmp_path / "m", of_16 | {"a.weight_scale": of_32["a.weight_scale"]})
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": said}, "targets": ["Linear"]}
+    layer = {"a": {"quant_algo": "NVFP4", "group_size": said}}
+    for entry in ({"group_size": said}, {"config_groups": {"group_0": group}}, {"quantized_layers": layer}):
+        for name, of in (("config.json", "quantization_config"), ("hf_quant_config.json", "quantization")):
+            (path / "config.json").write_text(json.dumps(ARCHITECTURE))
+            (path / name).write_text(json.dumps({**ARCHITECTURE, of: {"quant_method": "modelopt", **entry}}))
+            with reshard.open(path) as checkpoint:
+                if said == 32:
+                    assert checkpoint.quantised()["a.weight"].values == {"block": 32}
+                    continue
+                with pytest.raises(MismatchError, match=f"{name}` says `group_size` 16, and .* has blocks of 32"):
+                    checkpoint.quantised()

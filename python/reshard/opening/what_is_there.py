@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.storage.location import Location
-    from reshard.storage.store import Kind
+    from reshard.storage.store import Entry, Kind
 
 _MOST_ENTRIES = 300
 _MOST_HEADS = 16  # files whose first bytes are read
@@ -212,16 +212,16 @@ def _alone_below(folder: Location) -> list[str]:
     folders = [(folder, 0)]
     n_entries = 0
     for parent, depth in folders:
-        names = _names(parent)
-        n_entries += len(names)
-        weights = [one for one in names if one.endswith(_WEIGHTS)]
+        entries = [one for one in _entries(parent) if not one.name.startswith(".")]
+        n_entries += min(len(entries), _MOST_ENTRIES)
+        weights = [one.name for one in entries if one.name.endswith(_WEIGHTS)]
         if depth and len(weights) == 1 and _look(parent / weights[0]) in _OPEN_ALONE:
             found.append(str(parent / weights[0]))
         if n_entries > _MOST_ENTRIES or len(found) == _MOST_BELOW:
             break
         if depth < _MOST_LEVELS:
-            below = [parent / one for one in names if not one.startswith(".") and one not in weights]
-            folders += [(one, depth + 1) for one in below[:_MOST_BELOW] if one.kind(follow_links=False) == "folder"]
+            below = [parent / one.name for one in entries if one.kind == "folder" and one.name not in weights]
+            folders += [(one, depth + 1) for one in below[:_MOST_BELOW]]
     return found
 
 
@@ -256,8 +256,12 @@ def _kind(folder: Location, name: str, kind: Kind) -> Kind:
 
 
 def _names(folder: Location) -> list[str]:
+    return [one.name for one in _entries(folder)[:_MOST_ENTRIES]]
+
+
+def _entries(folder: Location) -> list[Entry]:
     try:
-        return folder.names()[:_MOST_ENTRIES]
+        return folder.entries()
     except ReshardError:
         return []
 

@@ -331,10 +331,28 @@ class _Finder:
         self._part(key, second, "global scale", ("F32",))
         return self._fp4(key, key, shape, {**parts, "global": second, **of_module}, "nvfp4-modelopt")
 
+    def _group_sizes(self) -> set[int]:
+        """The sizes of blocks that the configuration of modelopt says, of all modules; none: it says nothing."""
+        said = self.of.values
+        found = [said]
+        for name in ("config_groups", "quantized_layers"):
+            entries = said.get(name)
+            for one in entries.values() if isinstance(entries, dict) else ():
+                found += (
+                    [of for of in (one, one.get("weights")) if isinstance(of, dict)] if isinstance(one, dict) else []
+                )
+        return {size for one in found if type(size := one.get("group_size")) is int and size > 0}
+
     def _fp4(self, key: str, name: str, shape: tuple[int, ...], parts: dict[str, str], kind: str) -> Quantised:
         n_scales = (0, *self.tensors[parts["scale"]][1])[-1]
         is_wide = kind.startswith("mxfp4") or (kind == "nvfp4-modelopt" and n_scales * _MXFP4_BLOCK == 2 * shape[-1])
         block = _MXFP4_BLOCK if is_wide else _NVFP4_BLOCK
+        if kind == "nvfp4-modelopt" and is_wide and (told := self._group_sizes()) and block not in told:
+            self._fail(
+                parts["scale"],
+                f"{show(str(self.of.path))} says `group_size` {listed(map(str, sorted(told)))}, and "
+                f"{show(parts['scale'])} of shape {self.tensors[parts['scale']][1]} has blocks of {block}",
+            )
         if shape[-1] * 2 % block:
             self._fail(key, f"{show(key)} has rows of {2 * shape[-1]} values, not a multiple of {block}, its block")
         self._part(key, parts["scale"], "scale", (), (*shape[:-1], shape[-1] * 2 // block))
