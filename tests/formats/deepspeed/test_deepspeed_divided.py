@@ -94,24 +94,40 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     refused(folder, "the save was not finished", CheckpointNotFoundError)
 
 
+def in_one_group(parameters: list[nn.Parameter]) -> list[Any]:
+    return [{"params": parameters}]
+
+
+def without_decay_first(parameters: list[nn.Parameter]) -> list[Any]:
+    """The groups of timm."""
+    vectors, matrices = ([p for p in parameters if (p.ndim < 2) == is_vector] for is_vector in (True, False))
+    return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+
+
 def stages(
-    folder: Path, parts: list[list[nn.Module]], layers: dict[int, nn.Module], *, shared: str | None = None
+    folder: Path,
+    parts: list[list[nn.Module]],
+    layers: dict[int, nn.Module],
+    shared: tuple[nn.Module, ...] = (),
+    groups: Callable[[list[nn.Parameter]], list[Any]] = in_one_group,
 ) -> Path:
     """A save of a pipeline without ZeRO: the optimizers of its stages number the parameters.
 
     Args:
         folder: its root.
-        parts: the modules of each stage, those that stages share first.
+        parts: the modules of each stage.
         layers: the modules that have files, by layer.
-        shared: a parameter of the first module, which all stages that have it hold alike.
+        shared: modules whose weights all stages that have them hold alike; not the biases.
+        groups: the groups of parameters.
     """
     (folder / "t").mkdir(parents=True)
     (folder / "latest").write_text("t")
     for number, modules in enumerate(parts):
-        optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
+        optimizer = torch.optim.AdamW(groups([p for module in modules for p in module.parameters()]))
         for module in modules:
             for name, parameter in module.named_parameters():
-                alike = torch.Generator().manual_seed(1) if name == shared and module is parts[0][0] else None
+                is_alike = name == "weight" and module in shared
+                alike = torch.Generator().manual_seed(shared.index(module)) if is_alike else None
                 parameter.grad = torch.randn(parameter.shape, generator=alike)
         optimizer.step()
         content = {"module": None, "optimizer": optimizer.state_dict(), "param_shapes": None, "global_steps": 2}
@@ -131,7 +147,7 @@ def of_alike_layers(folder: Path, *, is_shared: bool) -> Path:
     parts: list[list[nn.Module]] = [[first, layers[1], layers[2]], [layers[3], layers[4]], [layers[5], layers[6]]]
     if is_shared:
         parts[2].insert(0, first)
-    return stages(folder, parts, {0: first, **layers}, shared="weight" if is_shared else None)
+    return stages(folder, parts, {0: first, **layers}, (first,) if is_shared else ())
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -145,6 +161,45 @@ def test_without_zero_the_shapes_of_the_state_tell_a_missing_layer(tmp_path: Pat
         file.unlink()
         refused(root / "t", r"have state of the shapes \(6, 6\), \(6,\), and no file of a layer holds such parameters")
         file.write_bytes(content)
+
+
+def without(file: Path) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    refused(file.parent, "have state of the shapes .* and no file of a layer holds such parameters")
+    file.write_bytes(content)
+
+
+def test_shared_modules_are_found_wherever_stages_list_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words, places = nn.Embedding(20, 6), nn.Embedding(9, 6)
+    layers: dict[int, nn.Module] = {n: nn.Linear(6, 6) for n in range(1, 5)}
+    one, two, three, four = layers.values()
+    cases = (
+        ([[words, one, two], [words, three, four]], {0: words, **layers}, without_decay_first),
+        ([[words, one, two], [three, four, words]], {0: words, **layers}, in_one_group),
+        ([[words, places, one, two], [places, three], [words, four]], {0: words, 5: places, **layers}, in_one_group),
+    )
+    for number, (parts, files, groups) in enumerate(cases):
+        root = stages(tmp_path / str(number), parts, files, (words, places), groups)
+        with reshard.open(root) as checkpoint:
+            assert len(checkpoint) == 2 * len(layers) + len(files) - len(layers)
+        for layer in files:
+            without(root / "t" / f"layer_{layer:02}-model_states.pt")
+    assert "may be of modules that stages share" not in caplog.text
+
+
+def test_what_stages_may_share_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = nn.Linear(5, 7)
+    layers: dict[int, nn.Module] = {n: nn.Linear(6, 6) for n in (1, 2)}
+    parts = [[head, layers[1]], [head, layers[2]]]
+    root = stages(tmp_path / "run", parts, {0: head, **layers}, (head,), without_decay_first)
+    with reshard.open(root) as checkpoint:
+        assert len(checkpoint) == 6
+    assert (
+        "state of the shapes (7,), and no file of a layer holds such parameters: they may be of modules" in caplog.text
+    )
+    for layer in (0, 1, 2):
+        without(root / "t" / f"layer_{layer:02}-model_states.pt")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

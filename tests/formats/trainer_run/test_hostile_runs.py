@@ -150,7 +150,10 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "complex numbers": (first(exp_avg=torch.ones(6, 4).to(torch.complex64)), r"`exp_avg.0.weight` is C64"),
     "integers": (first(exp_avg=torch.ones(6, 4).int()), r"`exp_avg.0.weight` is I32"),
     "text as step": (first(step="x"), "has `exp_avg`, `exp_avg_sq`, and lacks `step`"),
-    "a missing slot": (optimizer(lambda content: content["state"][0].pop("exp_avg")), "has `exp_avg_sq`, `step`, and lacks `exp_avg`"),
+    "a missing slot": (
+        optimizer(lambda content: content["state"][0].pop("exp_avg")),
+        "has `exp_avg_sq`, `step`, and lacks `exp_avg`",
+    ),
     "a list as scheduler": (saved(SCHEDULER, [1]), "scheduler"),
     "no scheduler": (lambda folder: (folder / SCHEDULER).unlink(), "the checkpoint lacks `scheduler`"),
 }

@@ -6,6 +6,8 @@ is in the file of each of them.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     Shape: TypeAlias = tuple[int, ...]
 
+_log = logging.getLogger("reshard")
 _MODULE = "module."
 _EXPERT = re.compile(r"\.deepspeed_experts\.([0-9]+)\.")
 _TIED = "tied_modules."
@@ -146,13 +149,18 @@ def _check_layers(folder: Location, model: list[StateFile], owner: Mapping[str, 
         )
     lacking = Counter(shape for of_stage in of_stages for shape, _ in of_stage)
     lacking -= Counter(tensors.index.shape(key) for key in owner)
-    if not lacking <= _shared(of_stages):
-        raise damaged(
-            folder,
-            f"the optimizers of its stages have state of the shapes {listed(map(str, lacking), 3)}, and no file of a "
-            "layer holds such parameters",
-            _NOT_COPIED,
-        )
+    surely, perhaps = _shared(of_stages)
+    unclear = lacking - surely
+    is_missing = not unclear <= perhaps
+    shapes_of = listed(map(str, lacking if is_missing else unclear), 3)
+    message = (
+        f"the optimizers of its stages have state of the shapes {shapes_of}, and no file of a layer holds such "
+        "parameters"
+    )
+    if is_missing:
+        raise damaged(folder, message, _NOT_COPIED)
+    if unclear:
+        _log.warning("%s: %s: they may be of modules that stages share, or %s", folder, message, _NOT_COPIED)
 
 
 def _expected(names: Iterable[str], owner: Mapping[str, str]) -> str:
@@ -181,21 +189,27 @@ def _in_state(file: StateFile) -> list[tuple[Shape, bytes]]:
     return list(found.values())
 
 
-def _shared(of_stages: Sequence[Sequence[tuple[Shape, bytes]]]) -> Counter[Shape]:
+def _shared(of_stages: Sequence[Sequence[tuple[Shape, bytes]]]) -> tuple[Counter[Shape], Counter[Shape]]:
     """The further copies of parameters that stages share, which no file of a layer needs to hold.
 
-    Stages list them first. Their state is equal, except that of a bias, which DeepSpeed does not keep equal.
+    Their state is equal, except that of a bias, which DeepSpeed does not keep equal. Stages can list them anywhere.
+
+    Returns:
+        Those that are shared for certain, and those that may be: with state of zeros, and a bias that does not come
+        after its weight in each stage.
     """
-    copies: Counter[Shape] = Counter()
-    groups: dict[tuple[Shape, bytes], list[Sequence[tuple[Shape, bytes]]]] = {}
-    for one in of_stages:
-        groups.setdefault(one[0] if one else ((), b""), []).append(one)
-    for group in groups.values():
-        before: Shape = ()
-        for of_parameter in zip(*group, strict=False):
-            is_bias = len({shape for shape, _ in of_parameter}) == 1 and of_parameter[0][0] == before[:1]
-            if len(group) == 1 or not (is_bias or len(set(of_parameter)) == 1):
-                break
-            before = of_parameter[0][0]
-            copies[before] += len(group) - 1
-    return copies
+    surely: Counter[Shape] = Counter()
+    perhaps: Counter[Shape] = Counter()
+    after: dict[tuple[Shape, bytes], list[tuple[Shape, bytes]]] = {}
+    for of_stage in of_stages:
+        following = dict(itertools.zip_longest(of_stage, of_stage[1:], fillvalue=((), b"")))
+        for one, follower in following.items():
+            after.setdefault(one, []).append(follower)
+    for (shape, content), followers in after.items():
+        n_copies = len(followers) - 1
+        (surely if any(content) else perhaps)[shape] += n_copies
+        if len(shape) < 2 or not any(content) or (len(set(followers)) == 1 and any(followers[0][1])):
+            continue
+        is_next = all(follower == shape[:1] for follower, _ in followers)
+        (surely if is_next else perhaps)[shape[:1]] += n_copies
+    return surely, perhaps
