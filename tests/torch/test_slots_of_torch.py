@@ -50,7 +50,7 @@ def made(make: Make = adamw) -> tuple[nn.Module, torch.optim.Optimizer]:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        value = model(torch.ones(5, 3)).square().sum()
+        value: torch.Tensor = model(torch.ones(5, 3)).square().sum()
         value.backward()
         return value
 
