@@ -14,6 +14,7 @@ mod table;
 mod verification;
 
 use crate::planning::stored::Stored;
+pub use crate::planning::stored::cell_name;
 use files::FileSlot;
 pub use files::{Change, ReadChecksums};
 use std::collections::{HashMap, HashSet};

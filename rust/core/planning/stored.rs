@@ -65,6 +65,13 @@ pub(crate) enum Holders {
         starts: Arc<[u32]>,
         files: Arc<[u32]>,
     },
+    /// The file of each cell, row-major. A file can hold several, each under its [`cell_name`].
+    Cells(Box<[u32]>),
+}
+
+/// The stored name of a cell of a tensor of which a file can hold several.
+pub fn cell_name(cell: u64, key: &str) -> String {
+    format!("{cell}@{key}")
 }
 
 /// Explicit tiles of one key.
@@ -112,7 +119,7 @@ pub(crate) fn in_order(n_dims: usize) -> Cow<'static, [usize]> {
 #[derive(Debug)]
 pub(crate) struct SelectedCopy<'a> {
     pub(crate) file: u32,
-    pub(crate) name: &'a str,
+    pub(crate) name: Cow<'a, str>,
     pub(crate) stored_shape: Vec<u64>,
     /// First element in the stored tensor.
     pub(crate) src: u64,
@@ -210,7 +217,15 @@ impl Grid {
                     _ => None,
                 }
             }
-            Holders::Mesh(..) => None,
+            Holders::Mesh(..) | Holders::Cells(_) => None,
+        }
+    }
+
+    /// The stored name of a cell.
+    pub(crate) fn name<'a>(&self, cell: u64, key: &'a str) -> Cow<'a, str> {
+        match self.holders {
+            Holders::Cells(_) => Cow::Owned(cell_name(cell, key)),
+            _ => Cow::Borrowed(key),
         }
     }
 
@@ -260,6 +275,7 @@ impl Grid {
             Holders::Table { starts, files } => {
                 files[starts[cell as usize] as usize..starts[cell as usize + 1] as usize].to_vec()
             }
+            Holders::Cells(files) => vec![files[cell as usize]],
             Holders::Mesh(layout, files) => {
                 let mesh = layout.mesh();
                 let partitioned: u64 = layout
@@ -305,7 +321,7 @@ impl Grid {
                 let (shape, tile) = self.stored_tile(self.region(cell));
                 let files = self.files(cell, u64::MAX).into_iter();
                 files.map(move |file| {
-                    let name = key.to_owned();
+                    let name = self.name(cell, key).into_owned();
                     let shape = shape.clone();
                     (StoredTensor { file, name, shape }, vec![tile.clone()])
                 })
@@ -434,7 +450,15 @@ impl Grid {
                 let file = choose(&self.files(cell, MAX_CANDIDATES), chosen, n)
                     .ok_or_else(|| no_holder(key, &region))?;
                 let (stored_shape, source) = self.stored_tile(region);
-                selected.push(selected_copy(file, key, stored_shape, common, source, tile));
+                let name = self.name(cell, key);
+                selected.push(selected_copy(
+                    file,
+                    name,
+                    stored_shape,
+                    common,
+                    source,
+                    tile,
+                ));
             }
             // The next cell in row-major order.
             let Some(d) = (0..parts.len()).rev().find(|&d| parts[d] + 1 < over[d].end) else {
@@ -718,7 +742,7 @@ impl Tiles {
                 let shape = tensor.shape.clone();
                 selected.push(selected_copy(
                     file,
-                    &tensor.name,
+                    Cow::Borrowed(&tensor.name),
                     shape,
                     common,
                     source,
@@ -824,7 +848,7 @@ pub(crate) fn select_whole<'a>(
     chosen[file as usize] += tile.global.n_elements();
     selected.push(SelectedCopy {
         file,
-        name: key,
+        name: Cow::Borrowed(key),
         stored_shape: shape.to_vec(),
         src,
         copy_op: CopyOp {
@@ -839,7 +863,7 @@ pub(crate) fn select_whole<'a>(
 
 fn selected_copy<'a>(
     file: u32,
-    name: &'a str,
+    name: Cow<'a, str>,
     stored_shape: Vec<u64>,
     common: Region,
     source: Tile,

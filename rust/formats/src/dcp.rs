@@ -12,6 +12,7 @@
 //! Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.15.
 
 mod ahead;
+mod alike;
 pub mod folder;
 
 use crate::compressed::{decompressed, is_zstd};
@@ -19,10 +20,11 @@ use crate::pickle::{Classes, Id, Pickle, Record, Value};
 use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, crc_ranges, named_dtype};
 use crate::zip::Window;
 use ahead::Ahead;
+use alike::Alike;
 use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
 use reshard_core::header::{MAX_RANK, check_name};
-use reshard_core::index::Index;
+use reshard_core::index::{Index, cell_name};
 use reshard_core::listed::Listed;
 use reshard_core::region::{Region, row_major_strides};
 use reshard_core::shard_file::Format;
@@ -721,7 +723,6 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
         let number = add_compressed(&mut index, dcp, item, path, method);
         unpacked.insert((item.tensor, item.chunk), number);
     }
-    let mut starts: HashMap<usize, Arc<[u32]>> = HashMap::new();
     for (number, (tensor, grid)) in dcp.tensors.iter().zip(grids).enumerate() {
         let Ok(dtype) = tensor.dtype else {
             continue;
@@ -734,11 +735,8 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
             unpacked[&(number as u32, n as u32)]
         };
         if let Some(cells) = grid {
-            let n = cells.chunks.len();
-            let starts = starts.entry(n).or_insert_with(|| (0..=n as u32).collect());
             let files = cells.chunks.iter().map(|chunk| file(*chunk as usize));
-            let files: Vec<u32> = files.collect();
-            index.add_grid(&tensor.name, dtype, cells.bounds, Arc::clone(starts), files)?;
+            index.add_grid(&tensor.name, dtype, cells.bounds, files.collect())?;
             continue;
         }
         let original = dcp.original_shapes.get(&tensor.name);
@@ -746,7 +744,7 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
             let tiles = tiles_of(tensor, original, chunk)?;
             let stored = StoredTensor {
                 file: file(n),
-                name: item_name(n, &tensor.name),
+                name: cell_name(n as u64, &tensor.name),
                 shape: chunk.shape.to_vec(),
             };
             Ok((stored, tiles))
@@ -786,11 +784,13 @@ impl Items {
             } else {
                 &[]
             };
-            for (n, place) in places.iter().enumerate() {
+            for n in 0..places.len() as u32 {
+                let chunk = grid.as_ref().map_or(n, |grid| grid.chunks[n as usize]);
+                let place = places[chunk as usize];
                 let item = Item {
                     tensor: tensor as u32,
-                    chunk: n as u32,
-                    is_cell: grid.is_some(),
+                    chunk,
+                    number: n,
                 };
                 let transforms = &dcp.transforms[place.transforms as usize];
                 if transforms.is_empty() {
@@ -855,7 +855,7 @@ fn tiles_of(
     }])
 }
 
-/// The chunks of a tensor that form a grid, each in a file of its own: the index then needs a number for each one.
+/// The chunks of a tensor that form a grid: the index then needs a number for each one.
 struct Cells {
     /// For each dim the bounds of its parts.
     bounds: Vec<Vec<u64>>,
@@ -866,12 +866,7 @@ struct Cells {
 impl Cells {
     fn of(tensor: &DcpTensor) -> Option<Self> {
         let n = tensor.chunks.len();
-        let mut files: Vec<u64> = Vec::with_capacity(n);
-        for place in &tensor.chunks.places {
-            files.push(u64::from(place.file));
-        }
-        files.sort_unstable();
-        if n == 0 || files.windows(2).any(|pair| pair[0] == pair[1]) {
+        if n == 0 {
             return None;
         }
         let bounds: Vec<Vec<u64>> = (0..tensor.shape.len())
@@ -987,8 +982,8 @@ fn flattened_tiles(shape: &[u64], stored: &[u64], chunk: Chunk<'_>) -> Result<Ve
 struct Item {
     tensor: u32,
     chunk: u32,
-    /// Whether it is a cell of a grid: then it is the only chunk of its tensor in its file.
-    is_cell: bool,
+    /// That of the cell if the chunks form a grid, else that of the chunk.
+    number: u32,
 }
 
 impl Item {
@@ -1010,15 +1005,8 @@ impl Item {
 
     /// The name under which the index finds it in its file.
     fn name(self, key: &str) -> String {
-        if self.is_cell {
-            return key.to_owned();
-        }
-        item_name(self.chunk as usize, key)
+        cell_name(u64::from(self.number), key)
     }
-}
-
-fn item_name(number: usize, tensor: &str) -> String {
-    format!("{number}@{tensor}")
 }
 
 /// Opens the items of a data file.
@@ -1029,7 +1017,7 @@ fn listed(
 ) -> Result<Listed> {
     let mut tensors = Vec::new();
     let mut ranges = Vec::new();
-    let mut ahead = Ahead::default();
+    let (mut ahead, mut alike) = (Ahead::default(), Alike::default());
     let mut places = items.clone().map(|(_, place)| place);
     for (item, place) in items {
         ahead.read(source, places.clone())?;
@@ -1038,8 +1026,19 @@ fn listed(
         let key = &described.name;
         let dtype = described.dtype.clone().map_err(Error::damaged)?;
         let shape = described.chunks.get(item.chunk as usize).shape;
-        let (storage, tensor) = item_tensor(ahead.window(source, &place)?, dtype, shape)
-            .map_err(|error| error.key(key).within(format_args!("`{}`", Printable(key))))?;
+        let whole = ahead.whole(&place);
+        let known = whole.and_then(|whole| alike.find(whole, dtype, shape, place.offset));
+        let (storage, tensor) = if let Some(known) = known {
+            known
+        } else {
+            let window = ahead.window(source, &place)?;
+            let (storage, tensor) = item_tensor(window, dtype, shape)
+                .map_err(|error| error.key(key).within(format_args!("`{}`", Printable(key))))?;
+            if let Some(whole) = whole {
+                alike.keep(window, whole, &storage, &tensor);
+            }
+            (storage, tensor)
+        };
         let storages = [storage];
         ranges.extend(crc_ranges(&storages));
         tensors.push(

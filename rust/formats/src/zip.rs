@@ -12,7 +12,8 @@ use reshard_core::{Error, Kind, Result};
 use std::borrow::Cow;
 use std::collections::HashSet;
 
-const END: u32 = 0x0605_4b50;
+/// The signature of the record at the end of an archive.
+pub const END: [u8; 4] = *b"PK\x05\x06";
 const END_BYTES: u64 = 22;
 const END64: u32 = 0x0606_4b50;
 const END64_BYTES: u64 = 56;
@@ -20,6 +21,8 @@ const LOCATOR: u32 = 0x0706_4b50;
 const LOCATOR_BYTES: u64 = 20;
 const ENTRY: u32 = 0x0201_4b50;
 const ENTRY_BYTES: usize = 46;
+/// Where an entry of the directory has the CRC.
+pub const CRC_AT: u64 = 16;
 const LOCAL: u32 = 0x0403_4b50;
 const LOCAL_BYTES: u64 = 30;
 const MAX_COMMENT_BYTES: u64 = 0xffff;
@@ -65,6 +68,10 @@ pub struct Member {
     pub n_bytes: u64,
     /// CRC-32 of them; 0 where the writer computed none.
     pub crc: u32,
+    /// Where its local header begins in the file.
+    pub header: u64,
+    /// Where the directory has its CRC.
+    pub crc_at: u64,
 }
 
 impl<'a> Window<'a> {
@@ -145,9 +152,10 @@ pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
     let mut rest = &*bytes;
     let mut used = Vec::new();
     while !rest.is_empty() {
+        let crc_at = directory.start + (bytes.len() - rest.len()) as u64 + CRC_AT;
         let (entry, n) = entry(rest)?;
         rest = &rest[n..];
-        let (member, range) = locate(window, entry, directory.start)?;
+        let (member, range) = locate(window, entry, crc_at, directory.start)?;
         if !names.insert(member.name.clone()) {
             return Err(Error::damaged(format!(
                 "member `{}` occurs twice",
@@ -192,9 +200,7 @@ fn directory(window: Window<'_>) -> Result<Directory> {
     let tail = window.read(tail_at, tail_bytes)?;
     let is_end = |at: &usize| {
         let rest = &tail[*at..];
-        rest[0] == END as u8
-            && u32_at(rest, 0) == END
-            && rest.len() as u64 == END_BYTES + u64::from(u16_at(rest, 20))
+        rest.starts_with(&END) && rest.len() as u64 == END_BYTES + u64::from(u16_at(rest, 20))
     };
     let mut ends = (0..=tail.len() - END_BYTES as usize).filter(is_end);
     let at = ends.next().ok_or_else(|| {
@@ -322,7 +328,7 @@ fn entry(bytes: &[u8]) -> Result<(Entry, usize)> {
             name: name.to_owned(),
             header,
             n_bytes,
-            crc: u32_at(bytes, 16),
+            crc: u32_at(bytes, CRC_AT as usize),
         },
         n,
     ))
@@ -359,7 +365,12 @@ impl<'a> Extra64<'a> {
 }
 
 /// Where a member lies: its bytes, and the range with its local header.
-fn locate(window: Window<'_>, entry: Entry, directory: u64) -> Result<(Member, (u64, u64))> {
+fn locate(
+    window: Window<'_>,
+    entry: Entry,
+    crc_at: u64,
+    directory: u64,
+) -> Result<(Member, (u64, u64))> {
     let bad = |what: &str| Error::damaged(format!("member `{}` {what}", Printable(&entry.name)));
     if entry
         .header
@@ -391,6 +402,8 @@ fn locate(window: Window<'_>, entry: Entry, directory: u64) -> Result<(Member, (
             name: entry.name,
             n_bytes: entry.n_bytes,
             crc: entry.crc,
+            header: window.start() + entry.header,
+            crc_at: window.start() + crc_at,
         },
         range,
     ))

@@ -320,6 +320,26 @@ fn a_folder_is_opened_with_its_objects() {
     }
 }
 
+/// Files of Megatron-Core hold several parts of a tensor.
+#[test]
+fn each_part_is_found_in_its_file() {
+    let (v012, v016) = ("iter_0000004", "iter_0000120");
+    for (name, folder, is_grid) in [
+        ("mcore_v016_tp2", v016, true),
+        ("mcore_v012_flattened", v012, false),
+    ] {
+        let (folder, metadata) = metadata_in(&data(name).join("checkpoint").join(folder));
+        let opened = folder::open(&folder, &metadata, reshard_core::source::Method::Auto).unwrap();
+        assert_eq!(opened.index.check().unwrap(), [], "{name}");
+        let key = "decoder.layers.mlp.linear_fc1.weight";
+        let stored = opened.index.stored_arrays(key).unwrap();
+        let mut files: Vec<u32> = stored.iter().map(|(tensor, _)| tensor.file).collect();
+        files.sort_unstable();
+        files.dedup();
+        assert!(!is_grid || files.len() < stored.len(), "{name}: {files:?}");
+    }
+}
+
 #[test]
 fn the_descriptions_of_ranks_are_joined() {
     let folder = data("dcp_no_collectives/checkpoint");

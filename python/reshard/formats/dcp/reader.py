@@ -98,7 +98,7 @@ class DcpData(CheckpointData):
             return "optimizer"
         recorded = self.recorded()
         stored = (
-            [one.name for one in self.index.stored(key) if one.file != _core.ZEROS]
+            [one.name.partition("@")[2] for one in self.index.stored(key) if one.file != _core.ZEROS]  # behind a number
             if recorded and self.is_view
             else [key]
         )

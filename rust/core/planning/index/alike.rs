@@ -26,7 +26,7 @@ struct Tables<'a> {
 }
 
 impl<'a> Tables<'a> {
-    fn number(&mut self, table: &'a Arc<[u32]>) -> usize {
+    fn number(&mut self, table: &'a [u32]) -> usize {
         let by_content = &mut self.by_content;
         let next = by_content.len();
         let number = || *by_content.entry(table).or_insert(next);
@@ -50,6 +50,7 @@ impl<'a> Tables<'a> {
             Holders::File(file) => [*file as usize, 0, 0],
             Holders::Mesh(layout, files) => [Arc::as_ptr(layout).addr(), self.number(files), 1],
             Holders::Table { starts, files } => [self.number(starts), self.number(files), 2],
+            Holders::Cells(files) => [self.number(files), 0, 3],
         };
         Some((stored.shape.clone(), grid.cuts.clone(), tables))
     }

@@ -1,6 +1,7 @@
 //! The plan of a request: which stored bytes are copied where.
 
 use super::Index;
+use super::files::FileSlot;
 use super::table::{Found, Near};
 use crate::bytes::cast::can_cast;
 use crate::bytes::strided::dst_runs;
@@ -13,6 +14,7 @@ use crate::geometry::region::Dims;
 use crate::planning::plan::{Array, CopyOps, Plan, PlanSource};
 use crate::planning::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
 use crate::planning::stored::{Form, Grid, SelectedCopy, ZEROS, named, select_whole};
+use rayon::prelude::*;
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -215,6 +217,22 @@ impl Index {
         Ok(slot.as_mut().expect("opened above"))
     }
 
+    /// Opens the files of copies whose tables their readers make, several at once: that can take long. One that cannot be
+    /// opened is opened again where it is used, which says why.
+    fn open_listed(&self, planning: &Planning, selected: &[SelectedCopy<'_>]) {
+        let files = selected.iter().map(|one| one.file);
+        let is_new = |file: &u32| {
+            let is_listed = |slot: &FileSlot| matches!(slot.format, Format::Listed(_));
+            planning.opened[*file as usize].is_none() && self.slot(*file).is_ok_and(is_listed)
+        };
+        let mut new: Vec<u32> = files.filter(is_new).collect();
+        new.sort_unstable();
+        new.dedup();
+        if new.len() > 1 {
+            new.par_iter().for_each(|file| drop(self.open(*file)));
+        }
+    }
+
     /// Plans one array of a request. `found` is the tensor of all its tiles, if there is one.
     pub(super) fn plan_array(
         &self,
@@ -239,12 +257,13 @@ impl Index {
             let new = files.filter(|&file| planning.opened[file as usize].is_none());
             self.read_checksums(new, true)?;
         }
+        self.open_listed(planning, &selected);
         let stored_dtype = match found {
             Some(Found::InWholeFile(_, entry)) => entry.dtype,
             Some(Found::Listed(stored)) if stored.dtype.get().is_some() => self.dtype(stored)?,
             _ => {
                 for one in &selected {
-                    if requested.keys.iter().any(|(key, _)| key == one.name) {
+                    if requested.keys.iter().any(|(key, _)| *key == one.name) {
                         self.set_dtype_from_file(one)?;
                     }
                 }
@@ -275,6 +294,7 @@ impl Index {
                 mut copy_op,
                 boxes,
             } = one;
+            let name = &*name;
             let used = self.opened_for(planning, file)?;
             let opened = Arc::clone(&used.file);
             let table = opened.table();
@@ -399,10 +419,10 @@ impl Index {
 
     /// Sets an unknown dtype of a tensor from the file of a selected copy, which is opened in any case.
     fn set_dtype_from_file(&self, selected: &SelectedCopy<'_>) -> Result<()> {
-        if let Some(&number) = self.by_key.get(selected.name) {
+        if let Some(&number) = self.by_key.get(&*selected.name) {
             let stored = &self.tensors[number as usize];
             if stored.dtype.get().is_none()
-                && let Some((dtype, ..)) = self.open(selected.file)?.tensor(selected.name)
+                && let Some((dtype, ..)) = self.open(selected.file)?.tensor(&selected.name)
             {
                 stored.dtype.get_or_init(|| dtype);
             }

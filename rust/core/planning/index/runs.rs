@@ -12,7 +12,7 @@ use crate::geometry::dtype::Dtype;
 use crate::geometry::region::{Region, row_major_strides};
 use crate::planning::plan::{Array, CopyOp, CopyOps, Plan, strided_copy};
 use crate::planning::request::{Request, WholeRequest};
-use crate::planning::stored::{Form, choose, named};
+use crate::planning::stored::{Form, Holders, choose, named};
 use rayon::prelude::*;
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -302,7 +302,8 @@ impl Index {
         let Form::Grid(grid) = &stored.form else {
             return Ok(false);
         };
-        if stored.only_cell().is_some() || stored.shape.contains(&0) {
+        let is_listed = matches!(grid.holders, Holders::Cells(_));
+        if is_listed || stored.only_cell().is_some() || stored.shape.contains(&0) {
             return Ok(false);
         }
         let Some(cells) = grid.select_all(&stored.shape, &mut planning.chosen) else {

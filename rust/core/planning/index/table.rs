@@ -285,7 +285,7 @@ impl Index {
         self.insert(key, None, shape.to_vec(), form)
     }
 
-    /// Adds a tensor whose parts form a grid, each stored under its key in one file.
+    /// Adds a tensor whose parts form a grid, each stored in one file under its [`cell_name`](super::cell_name).
     ///
     /// # Errors
     /// The bounds of a dim do not begin with 0 or do not grow, or there is not one file for each cell.
@@ -294,17 +294,13 @@ impl Index {
         key: &str,
         dtype: Dtype,
         bounds: Vec<Vec<u64>>,
-        starts: Arc<[u32]>,
-        files: impl Into<Arc<[u32]>>,
+        files: Box<[u32]>,
     ) -> Result<()> {
-        let files: Arc<[u32]> = files.into();
         let n_cells = bounds.iter().try_fold(1_usize, |n, bounds| {
             n.checked_mul(bounds.len().checked_sub(1)?)
         });
         let is_grid = n_cells == Some(files.len())
-            && starts.len() == files.len() + 1
-            && starts.iter().enumerate().all(|(i, &at)| i == at as usize)
-            && self.are_files(&files)
+            && files.iter().all(|&file| (file as usize) < self.files.len())
             && bounds
                 .iter()
                 .all(|bounds| bounds.first() == Some(&0) && bounds.is_sorted_by(|a, b| a < b));
@@ -317,7 +313,7 @@ impl Index {
         let form = Form::Grid(Grid {
             order: in_order(shape.len()),
             cuts: bounds.into_iter().map(Cuts::Listed).collect(),
-            holders: Holders::Table { starts, files },
+            holders: Holders::Cells(files),
         });
         self.insert(key, Some(dtype), shape, form)
     }
@@ -486,6 +482,10 @@ impl Index {
             }) => vec![*file],
             Form::Grid(Grid {
                 holders: Holders::Table { files, .. },
+                ..
+            }) => files.to_vec(),
+            Form::Grid(Grid {
+                holders: Holders::Cells(files),
                 ..
             }) => files.to_vec(),
             Form::Grid(Grid {

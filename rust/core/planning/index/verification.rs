@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A tensor that a file must hold: its entry in the index, and its name and shape there.
-type Expected<'a> = (&'a Stored, &'a str, Cow<'a, [u64]>);
+type Expected<'a> = (&'a Stored, Cow<'a, str>, Cow<'a, [u64]>);
 
 impl Index {
     /// Checks that the stored regions of every key cover it without gaps.
@@ -44,7 +44,7 @@ impl Index {
             if let Some(files) = stored.only_cell() {
                 for &file in files.iter().filter(|&&file| is_checked(file)) {
                     let shape = Cow::Borrowed(&*stored.shape);
-                    expected[file as usize].push((stored, &stored.key, shape));
+                    expected[file as usize].push((stored, Cow::Borrowed(&*stored.key), shape));
                 }
                 continue;
             }
@@ -60,8 +60,9 @@ impl Index {
                         let shape: Vec<u64> =
                             grid.order.iter().map(|&d| region.shape()[d]).collect();
                         for file in files {
+                            let name = grid.name(cell, &stored.key);
                             let shape = Cow::Owned(shape.clone());
-                            expected[file as usize].push((stored, &stored.key, shape));
+                            expected[file as usize].push((stored, name, shape));
                         }
                     }
                 }
@@ -69,7 +70,8 @@ impl Index {
                     let stored_in = |file| file != ZEROS && is_checked(file);
                     for tensor in tiles.tensors.iter().filter(|one| stored_in(one.file)) {
                         let shape = Cow::Borrowed(&*tensor.shape);
-                        expected[tensor.file as usize].push((stored, &tensor.name, shape));
+                        let name = Cow::Borrowed(&*tensor.name);
+                        expected[tensor.file as usize].push((stored, name, shape));
                     }
                 }
             }
@@ -89,7 +91,7 @@ impl Index {
                 chunks.try_for_each(|(i, expected)| {
                     // Tensors are often listed in the order of the file.
                     let mut next = i * CHUNK_TENSORS;
-                    for &(stored, name, ref shape) in expected {
+                    for (stored, name, shape) in expected {
                         let at = table
                             .find_near(name, next)
                             .ok_or_else(|| self.missing_in(file, name))?;

@@ -60,6 +60,11 @@ impl Ahead {
         read(source, first, offset, until)
     }
 
+    /// All bytes of an item, if they were read.
+    pub(super) fn whole(&self, place: &Place) -> Option<&[u8]> {
+        self.parts[0].range(place.offset, place.n_bytes)
+    }
+
     /// An item.
     ///
     /// # Errors
