@@ -84,12 +84,16 @@ class Live:
         groups: for each optimizer its class and the names of the parameters of each of its groups, in order.
         objects: names of its other objects with state.
         modules: names of its modules with state beside their tensors.
+        lists: names of the objects whose own state is a list.
+        with_objects: whether it restores the state of its objects.
     """
 
     tensors: Collection[str]
     groups: Sequence[tuple[str, Sequence[Sequence[str]]]] = ()
     objects: Collection[str] = ()
     modules: Collection[str] = ()
+    lists: Collection[str] = ()
+    with_objects: bool = True
 
 
 @dataclass(frozen=True)
@@ -242,13 +246,13 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
         ({'scheduler': {'last_epoch': 3}}, {'lr': 0.1})
     """
     keys = list(keys)
-    values = _with_schedulers(values, live)
+    values = _parted(values, live)
     model = model_of(dict.fromkeys(keys), live) if model is None else model
     # State of an optimizer beside other weights, such as those of a discriminator, belongs to these.
     foreign = {key for key in (*keys, *values.by_name) if model.is_foreign(key) and is_optimizer(key)}
     if foreign:
         values = replace(values, by_name={key: one for key, one in values.by_name.items() if key not in foreign})
-    owners = _owners(live, [name for name in (*keys, *values.by_name) if name not in foreign and is_optimizer(name)])
+    owners = _owners(live, [name for name in (*keys, *values.by_name) if name not in foreign], values)
     of_objects = {
         name: place
         for name in (*keys, *values.by_name)
@@ -284,6 +288,9 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
                 outside.append(key)
             continue
         parameter, slot = known.name(of_state[0], _head(key)), of_state[1]
+        if not live.groups and known.names.find(parameter) is None:
+            renamed[key] = key  # a run without an optimizer: nothing tells which parameter a number means
+            continue
         renamed[key] = f"{slot}.{parameter}"
         slots.setdefault(parameter, []).append(slot)
     trainer: dict[str, Any] = {"aliases": {}, "modules": {}, "objects": {}}
@@ -300,6 +307,7 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
                 trainer["modules"][of_module[found]] = values.by_name[name]
                 used.add(name)
     left = _objects(values, of_objects, used, trainer["objects"])
+    _check_lists(live, trainer["objects"], of_objects)
     unknown = sorted(name for name in left if name not in _OF_TRAINER and name not in _STEPS)
     trainer["objects"] |= dict.fromkeys(unknown)  # refused, or reported: the run has none of this name
     of_trainer = sorted(name for name in left if name in _OF_TRAINER)
@@ -376,28 +384,36 @@ class _Groups:
 
     @classmethod
     def of(cls, values: Values, live: Live) -> _Groups:
-        """A list of groups is one value, or its groups are flattened by their position."""
-        found: dict[str, dict[str, Any]] = {}
-        used: set[str] = set()
-        for name, value in values.by_name.items():
-            if name.rpartition(".")[2] == "param_groups" and isinstance(value, list):
-                found |= {f"{name}.{n}": group for n, group in enumerate(value) if isinstance(group, dict)}
-                used.add(name)
-                continue
-            group, _, option = name.rpartition(".")
-            head, _, number = group.rpartition(".")
-            is_group = head.rpartition(".")[2] == "param_groups" and is_number(number)
-            if is_group and isinstance(values.by_name.get(f"{group}.params"), list):
-                found.setdefault(group, {})[option] = value
-                used.add(name)
-        # "...param_groups.10" comes after "...param_groups.9".
-        order = sorted(found, key=lambda group: (_order(_head(group)), int(group.rpartition(".")[2])))
-        groups = [(_head(group), found[group]) for group in order if isinstance(found[group].get("params"), list)]
+        """Find them among the values."""
+        groups, used = _listed_groups(values)
         return cls(groups, used, _numbers(groups, live), weight_sets.Known(live.tensors))
 
     def name(self, text: str, head: str) -> str:
         """The name of a parameter of an optimizer."""
         return self.numbers.get((head, text)) or self.names.find(text) or text
+
+
+def _listed_groups(values: Values) -> tuple[list[tuple[str, Mapping[str, Any]]], set[str]]:
+    """The groups with what leads to their optimizer, and the names of the values in them.
+
+    A list of groups is one value, or its groups are flattened by their position.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    used: set[str] = set()
+    for name, value in values.by_name.items():
+        if name.rpartition(".")[2] == "param_groups" and isinstance(value, list):
+            found |= {f"{name}.{n}": group for n, group in enumerate(value) if isinstance(group, dict)}
+            used.add(name)
+            continue
+        group, _, option = name.rpartition(".")
+        head, _, number = group.rpartition(".")
+        is_group = head.rpartition(".")[2] == "param_groups" and is_number(number)
+        if is_group and isinstance(values.by_name.get(f"{group}.params"), list):
+            found.setdefault(group, {})[option] = value
+            used.add(name)
+    # "...param_groups.10" comes after "...param_groups.9".
+    order = sorted(found, key=lambda group: (_order(_head(group)), int(group.rpartition(".")[2])))
+    return [(_head(group), found[group]) for group in order if isinstance(found[group].get("params"), list)], used
 
 
 def _numbers(groups: Sequence[tuple[str, Mapping[str, Any]]], live: Live) -> dict[tuple[str, str], str]:
@@ -467,58 +483,118 @@ def _optimizer(
     return groups, states, used
 
 
-def _owners(live: Live, of_optimizers: Iterable[str]) -> dict[str, str]:
+def _owners(live: Live, names: Sequence[str], values: Values) -> dict[str, str]:
     """The objects of the run, by the names that a checkpoint can have for them, or by what leads to them.
 
     Args:
         live: the run.
-        of_optimizers: names in the state of optimizers.
+        names: the tensors and values of the checkpoint.
+        values: its values, with paths.
 
     Raises:
-        MismatchError: the checkpoint has the state of other optimizers than the run.
+        MismatchError: the checkpoint has the state of other optimizers or schedulers than the run.
     """
     owners = {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
+    return _of_optimizers(live, names, values, owners) | _of_schedulers(live, names, values) | owners
+
+
+def _of_optimizers(live: Live, names: Iterable[str], values: Values, owners: Mapping[str, str]) -> dict[str, str]:
+    """The optimizers with a `state_dict` of their own, by the items of a list that are their state."""
     whole = {int(found[1] or 0): name for name in live.objects if (found := _WHOLE.fullmatch(name)) is not None}
-    heads = sorted({_head(name) for name in of_optimizers if _STATE.search(name)}, key=_order)
-    numbered = [head for head in heads if is_number(head.rpartition(".")[2])]
     n_run = len(whole) + len(live.groups)
-    if n_run and len(heads) > 1 and (numbered != heads or len(heads) != n_run):
-        how = "" if numbered == heads else ", which are not numbered"
+    of_state = [name for name in names if is_optimizer(name) and _STATE.search(name)]
+    numbering = _numbering(of_state, values)
+    placed: set[str] = set()  # inside the state of one object
+    others: set[str] = set()
+    items: set[str] = set()
+    for name in of_state:
+        path, head = values.path(name), _head(name)
+        depth = next((n for n, step in enumerate(path[:2]) if is_whole_optimizer(owners.get(str(step), ""))), None)
+        item = _item(path)
+        if item in owners or (item is not None and (depth is None or owners[str(path[depth])] not in live.lists)):
+            items.add(item or "")
+        elif depth is not None:
+            placed.add(".".join(map(str, path[: depth + 1])))
+        elif head in numbering:
+            others.add(head)
+    heads = sorted((*placed, *others, *items), key=_order)
+    in_order = sorted(items, key=_order)
+    n_unnamed = len({*others, *items} - owners.keys())
+    is_list = not others and len({_order(item)[0] for item in items}) == 1
+    if n_run and len(heads) > 1 and (len(heads) != n_run or (n_unnamed > 1 and not is_list)):
+        how = "" if is_list else ", which are not items of one list at the top level"
         raise MismatchError(
             f"the checkpoint has the state of {len(heads)} optimizers, {listed(map(show, heads))}{how}; the run has "
             f"{n_run}",
             hint="resume with the optimizers of the run that saved, which it saves as a list in their order; or start "
             "from the weights alone with `init_from=`",
         )
-    if len(numbered) == n_run:
-        owners |= {numbered[n]: name for n, name in whole.items()}
-    return owners
+    return {in_order[n]: name for n, name in whole.items()} if len(in_order) == n_run else {}
 
 
-def _with_schedulers(values: Values, live: Live) -> Values:
-    """The values with the states of a list of schedulers, as Lightning saves it, each under the name of its object."""
+def _item(path: tuple[str | int, ...]) -> str | None:
+    """The item of a list of optimizers at the top level to which a path leads: `optimizer.0`, also as one key."""
+    first = str(path[0])
+    if len(path) > 1 and type(path[1]) is int and first in _OPTIMIZER:
+        return f"{first}.{path[1]}"
+    of_list, _, number = first.rpartition(".")
+    return first if of_list in _OPTIMIZER and is_number(number) else None
+
+
+def _numbering(of_state: Iterable[str], values: Values) -> set[str]:
+    """What leads to the optimizers whose parameters are numbers, as their groups say, or without them their state."""
+    found: dict[str, bool] = {}
+    for name in of_state:
+        path = values.path(name)
+        if "state" in path[:-1]:
+            found[_head(name)] = is_number(str(path[path.index("state") + 1]))
+    for head, group in _listed_groups(values)[0]:
+        found[head] = any(type(one) is int for one in group["params"])
+    return {head for head, numbers in found.items() if numbers}
+
+
+def _schedulers(live: Live) -> list[str]:
+    """The schedulers of the run to which the items of a list can belong, in order."""
     own = sorted((name for name in live.objects if _SCHEDULER.fullmatch(name)), key=_order)
+    return own if live.with_objects and not set(own) & set(live.lists) else []
+
+
+def _parted(values: Values, live: Live) -> Values:
+    """The values with each list of schedulers at the top level, as Lightning saves it, parted into its items."""
     by_name, paths = dict(values.by_name), dict(values.paths)
-    for name, states in values.by_name.items():
-        if not own or values.path(name)[-1] not in _OTHER_NAMES["scheduler"] or not isinstance(states, list):
+    for name, states in values.by_name.items() if _schedulers(live) else ():
+        if name not in _OTHER_NAMES["scheduler"] or values.path(name) != (name,) or not isinstance(states, list):
             continue
-        del by_name[name]
-        if states and len(states) != len(own):
+        if all(isinstance(one, dict) for one in states):
+            del by_name[name]
+            by_name |= {f"{name}.{n}": one for n, one in enumerate(states)}
+            paths |= {f"{name}.{n}": (name, n) for n in range(len(states))}
+    return replace(values, by_name=by_name, paths=paths)
+
+
+def _of_schedulers(live: Live, names: Iterable[str], values: Values) -> dict[str, str]:
+    """The schedulers of the run, by the items of a list that are their state."""
+    own = _schedulers(live)
+    sizes: dict[str, int] = {}
+    for path in map(values.path, names if own else ()):
+        entry = str(path[0])
+        if entry in _OTHER_NAMES["scheduler"] and len(path) > 1 and type(path[1]) is int:
+            sizes[entry] = max(sizes.get(entry, 0), path[1] + 1)
+    for name, size in sizes.items():
+        if size != len(own):
             raise MismatchError(
-                f"{show(name)} of the checkpoint has the state of {len(states)} schedulers, and the run has {len(own)}",
+                f"{show(name)} of the checkpoint has the state of {size} schedulers, and the run has {len(own)}",
                 key=name,
                 hint="resume with the schedulers of the run that saved, in their order",
             )
-        by_name |= dict(zip(own, states, strict=False))
-        paths |= {one: (one,) for one in own}
-    return replace(values, by_name=by_name, paths=paths)
+    return {f"{name}.{n}": one for name in sizes for n, one in enumerate(own)}
 
 
 def _place(
     path: tuple[str | int, ...], owners: Mapping[str, str]
 ) -> tuple[str, tuple[str | int, ...], tuple[str | int, ...]] | None:
     """The object to whose state a value belongs, the path in it, and the path that leads to it."""
-    for start, end in ((0, 3), (0, 2), (0, 1), (1, 2)):
+    for start, end in ((0, 2), (0, 1), (1, 2)):
         owner = owners.get(".".join(map(str, path[start:end])))
         if owner is None or end > len(path):
             continue
@@ -565,6 +641,18 @@ def _objects(
     for owner, value in found.items():
         found[owner] = _with_lists(value)
     return left
+
+
+def _check_lists(live: Live, found: Mapping[str, object], places: Mapping[str, tuple[str, Any, Any]]) -> None:
+    """Refuse a list for a scheduler whose state is none: it could set attributes of any name."""
+    for name in filter(_SCHEDULER.fullmatch, found if live.with_objects else ()):
+        if isinstance(found[name], list) and name not in live.lists:
+            key = next(key for key, (owner, _, _) in places.items() if owner == name)
+            raise MismatchError(
+                f"{show(key)} of the checkpoint is a list, and the state of {show(name)} of the run is none",
+                key=key,
+                hint="resume with the schedulers of the run that saved, or save the checkpoint without this entry",
+            )
 
 
 def _with_lists(value: object) -> object:

@@ -261,7 +261,7 @@ def _read_of_torch(
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
     checkpoint, described = wanted.checkpoint, wanted.described
     values, options = _with_tensor_options(values, checkpoint, described)
-    live = _live(described, with_optimizers=part == "all")
+    live = _live(described, with_optimizers=part == "all", with_objects=init is None and part == "all")
     shapes = {key: tuple(checkpoint.data.index.shape(key)) for key in checkpoint if key not in options}
     entry = None if init is None else init.entry
     model = model_of(shapes, live, entry=entry, path=str(checkpoint.path))
@@ -311,7 +311,7 @@ def _read_of_torch(
     )
 
 
-def _live(described: Described, *, with_optimizers: bool) -> Live:
+def _live(described: Described, *, with_optimizers: bool, with_objects: bool) -> Live:
     """The names of the run, for `translated`."""
     live = described.live
     groups = [
@@ -320,10 +320,9 @@ def _live(described: Described, *, with_optimizers: bool) -> Live:
     ]
     key_of = {**{name: name for name in described.names}, **described.all_aliases}
     shapes = {name: described.shapes.get(key) for name, key in key_of.items()}
-    if with_optimizers:
-        return Live(shapes, groups, live.objects, live.named.extra_state)
-    others = [name for name in live.objects if not is_whole_optimizer(name)]
-    return Live(shapes, (), others, live.named.extra_state)
+    lists = [name for name, state in described.extra.get("objects", {}).items() if isinstance(state, list | tuple)]
+    objects = [name for name in live.objects if with_optimizers or not is_whole_optimizer(name)]
+    return Live(shapes, groups if with_optimizers else (), objects, live.named.extra_state, lists, with_objects)
 
 
 def _with_tensor_options(values: Values, checkpoint: Checkpoint, described: Described) -> tuple[Values, set[str]]:
