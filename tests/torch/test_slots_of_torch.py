@@ -51,7 +51,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         value: torch.Tensor = model(torch.ones(5, 3)).square().sum()
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         return value
 
     loss()
