@@ -343,16 +343,24 @@ fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
     let at = bytes.len() - 300_000;
     let mut damaged = bytes.clone();
     damaged[at] ^= 4;
-    let control = Control::default();
+    let (control, n_bytes) = (Control::default(), bytes.len() as u64);
     for is_borrowable in [false, true] {
         let whole = Object::new(bytes.clone(), is_borrowable).source();
         let object = Object::new(damaged.clone(), is_borrowable);
         for direct in [false, true] {
             assert_eq!(
-                scrub(&whole, &checksums, None, direct, &control).unwrap(),
+                scrub(&whole, &checksums, 0..n_bytes, None, direct, &control).unwrap(),
                 []
             );
-            let ranges = scrub(&object.source(), &checksums, None, direct, &control).unwrap();
+            let ranges = scrub(
+                &object.source(),
+                &checksums,
+                0..n_bytes,
+                None,
+                direct,
+                &control,
+            )
+            .unwrap();
             assert!(
                 matches!(ranges[..], [(start, end)] if (start..end).contains(&(at as u64))),
                 "{ranges:?}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.helpers.small_saves import fork
 from tests.servers.proxy import Fault, before_server
 
 import reshard
@@ -69,3 +70,59 @@ def test_a_service_that_has_too_many_requests_gets_fewer(
         proxy.faults.append(Fault(lambda method, _: method == "GET", status=503, code="SlowDown"))
         _, _, after = load(url, proxy, monkeypatch)
     assert after.n_at_once == 16
+
+
+def test_what_was_fetched_at_opening_is_not_fetched_again(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tensors = {key: np.full(5000, at, np.uint8) for at, key in enumerate("ab")}
+    reshard.save_file(tensors, tmp_path / "m.safetensors")
+    s3.put("requests/small.safetensors", (tmp_path / "m.safetensors").read_bytes())
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        with reshard.open("s3://reshard/requests/small.safetensors") as opened:
+            proxy.log.clear()
+            found = opened.load()
+        assert proxy.log == []
+    assert all(np.array_equal(found[key], one) for key, one in tensors.items())
+
+
+@pytest.mark.slow(disk=False)
+def test_a_forked_process_measures_for_itself(url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        with reshard.open(url) as opened:
+            opened.load(keys=["c"])
+
+            def gap() -> int:
+                opened.load(keys=["c"])
+                opened.load(keys=["a", "c"])
+                return remote.fetched_so_far().gap_bytes
+
+            near = gap()
+            proxy.before = lambda *_: time.sleep(0.15)
+            far = fork(gap).result(60)
+    assert far > near
+
+
+@pytest.mark.slow(disk=False)
+def test_what_is_kept_in_a_folder_is_fetched_by_one_request(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"a": 9_000_000, "b": SMALL, "c": BETWEEN, "d": SMALL}
+    tensors = {key: rng.integers(0, 256, n_bytes, np.uint8) for key, n_bytes in sizes.items()}
+    reshard.save_file(tensors, tmp_path / "m.safetensors")
+    s3.put("requests/kept.safetensors", (tmp_path / "m.safetensors").read_bytes())
+    remote.use_cache(tmp_path / "cache", "1GB")
+    try:
+        with before_server(s3.port) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            proxy.before = lambda *_: time.sleep(0.15)
+            with reshard.open("s3://reshard/requests/kept.safetensors") as opened:
+                proxy.log.clear()
+                found = opened.load(keys=["b", "d"])
+            assert len(proxy.log) == 1
+    finally:
+        remote.use_cache(None)
+    assert all(np.array_equal(one, tensors[key]) for key, one in found.items())

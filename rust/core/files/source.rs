@@ -67,12 +67,10 @@ pub trait Ranges: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Fills buffers one after the other from a position. Requests are not divided between them.
-    fn read_parts(&self, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
-        let mut at = start;
-        for part in to {
-            self.read_at(at, part)?;
-            at += part.len() as u64;
+    /// Fills parts, which are sorted and apart. One request can fetch several, and what lies between them.
+    fn read_parts(&self, parts: &mut [Part<'_>]) -> Result<()> {
+        for (start, part) in parts {
+            self.read_at(*start, part)?;
         }
         Ok(())
     }
@@ -80,6 +78,28 @@ pub trait Ranges: fmt::Debug + Send + Sync {
     /// How requests are made, by how long earlier ones took.
     fn link(&self) -> Link {
         Link::default()
+    }
+}
+
+/// The first byte of a range of a source, and a buffer for its bytes.
+pub type Part<'a> = (u64, &'a mut [u8]);
+
+/// The first byte and the end of sorted parts and what is between them.
+pub fn span_of(parts: &[Part<'_>]) -> (u64, u64) {
+    let end_of = |part: &Part<'_>| part.0 + part.1.len() as u64;
+    let (first, last) = (parts.first(), parts.last());
+    (first.map_or(0, |part| part.0), last.map_or(0, end_of))
+}
+
+/// Copies what some bytes of a source, from a position on, hold of sorted parts.
+pub fn copy_to_parts(bytes: &[u8], at: u64, parts: &mut [Part<'_>]) {
+    let end = at + bytes.len() as u64;
+    let first = parts.partition_point(|(start, part)| start + part.len() as u64 <= at);
+    for (start, part) in parts[first..].iter_mut().take_while(|part| part.0 < end) {
+        let from = at.max(*start);
+        let until = end.min(*start + part.len() as u64);
+        part[(from - *start) as usize..(until - *start) as usize]
+            .copy_from_slice(&bytes[(from - at) as usize..(until - at) as usize]);
     }
 }
 
@@ -445,19 +465,15 @@ impl Source {
         }
     }
 
-    /// Fills buffers one after the other from a position, see [`Ranges::read_parts`].
-    pub(crate) fn read_parts(&self, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
-        self.range(start, to.iter().map(|part| part.len() as u64).sum())?;
+    /// Fills parts, see [`Ranges::read_parts`].
+    pub(crate) fn read_parts(&self, parts: &mut [Part<'_>]) -> Result<()> {
+        let (start, end) = span_of(parts);
+        self.range(start, end - start)?;
         match &self.store {
-            Store::Ranges(ranges) => ranges.read_parts(start, to),
-            Store::File(_) => {
-                let mut at = start;
-                for part in to {
-                    self.read_at(at, part)?;
-                    at += part.len() as u64;
-                }
-                Ok(())
-            }
+            Store::Ranges(ranges) => ranges.read_parts(parts),
+            Store::File(_) => parts
+                .iter_mut()
+                .try_for_each(|(start, part)| self.read_at(*start, part)),
         }
     }
 

@@ -112,13 +112,7 @@ fn fill_remote(
     // The runs are a part of the work that comes after all bands: those begin while the runs arrive.
     let mut wanted: Vec<_> = direct.iter().map(|run| run.wanted(bands.len())).collect();
     for (number, band) in bands.iter().enumerate() {
-        add_wanted(
-            plan,
-            number,
-            &mut band.iter().map(Band::piece),
-            rules,
-            &mut wanted,
-        );
+        add_wanted(plan, number, &mut band.iter().map(Band::piece), &mut wanted);
     }
     let extents = plan_extents(plan, checks, &wanted, bands.len() + 1, rules);
     let window = Window::new(plan, &extents, rules, direct);

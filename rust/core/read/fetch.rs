@@ -31,7 +31,7 @@ const MAX_AROUND_BYTES: u64 = 64 << 10;
 /// are mapped in less, and unmapped in even less when the map is closed.
 const SLOW_TO_MAP: Duration = Duration::from_micros(64);
 /// The most that a positioned read fetches into scratch memory at once.
-const SCRATCH_BYTES: u64 = 1 << 20;
+pub(crate) const SCRATCH_BYTES: u64 = 1 << 20;
 
 thread_local! {
     /// Memory for chunks that cannot be read into the destination.

@@ -12,11 +12,12 @@ use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::Checksums;
 use crate::files::shard_file::ShardFile;
-use crate::files::source::Link;
+use crate::files::source::{Link, Part, Source};
 use crate::planning::extents::{self, Extents, Rules, Wanted};
 use crate::planning::plan::{CopyOp, Plan, PlanSource};
+use crate::read::fetch::SCRATCH_BYTES;
 use crate::read::readahead::{Piece, skips_gaps};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope};
@@ -89,6 +90,7 @@ pub(crate) struct Window<'a> {
     /// The ranges of each extent that are kept. A run that overlaps one is fetched with it, and copied.
     kept: Vec<Vec<(u64, u64)>>,
     request_bytes: u64,
+    paced: Vec<&'a Source>,
     n_threads: AtomicUsize,
     state: Mutex<State<'a>>,
     changed: Condvar,
@@ -239,6 +241,7 @@ impl<'a> Window<'a> {
             extents,
             of_sources,
             request_bytes: rules.request_bytes,
+            paced: paced(plan),
             n_threads: AtomicUsize::new(0),
             state: Mutex::new(State {
                 slots: extents.in_order.iter().map(|_| Slot::Waiting).collect(),
@@ -260,15 +263,15 @@ impl<'a> Window<'a> {
     /// Runs `work` while threads fetch what it needs; then waits for the runs that are fetched into the destination.
     pub(crate) fn run<T>(&self, control: &Control, work: impl FnOnce() -> Result<T>) -> Result<T> {
         WANTED_BYTES.fetch_add(self.plan.n_bytes(), Ordering::Relaxed);
-        let n_at_once = link_of(self.plan).n_at_once;
+        let n_at_once = slowest(&self.paced).n_at_once;
         let value = std::thread::scope(|scope| {
             for _ in 0..n_at_once.min(self.extents.in_order.len()) {
                 if !self.start(scope, control) {
                     break;
                 }
             }
-            if self.n_threads.load(Ordering::Relaxed) == 0 && !self.extents.in_order.is_empty() {
-                return Err(Error::new(Kind::Io, "cannot start a thread for requests"));
+            if self.n_threads.load(Ordering::Relaxed) == 0 {
+                self.fetch_direct(control)?;
             }
             // Also if the work panics: the scope waits for its threads.
             let unfinished = Stop(self);
@@ -280,6 +283,19 @@ impl<'a> Window<'a> {
         })?;
         let outcome = std::mem::replace(&mut self.lock().outcome, Ok(()));
         outcome.map(|()| value)
+    }
+
+    /// Without a thread: fetches the extents with runs. Bands read what they need themselves.
+    fn fetch_direct(&self, control: &Control) -> Result<()> {
+        for number in 0..self.extents.in_order.len() {
+            control.check()?;
+            let is_direct = !self.lock().direct[number].is_empty();
+            if is_direct {
+                self.fetch_extent(number as u32, control)?;
+            }
+            self.lock().slots[number] = Slot::Done;
+        }
+        Ok(())
     }
 
     /// Starts a thread that fetches.
@@ -317,7 +333,7 @@ impl<'a> Window<'a> {
             if let Err(error) = done.and_then(|()| control.check()) {
                 self.stop(Err(error));
             }
-            let n_at_once = link_of(self.plan).n_at_once.max(1);
+            let n_at_once = slowest(&self.paced).n_at_once.max(1);
             if self.n_threads.load(Ordering::Relaxed) < n_at_once && self.lock().has_waiting() {
                 self.start(scope, control);
             }
@@ -349,6 +365,10 @@ impl<'a> Window<'a> {
             {
                 state.next += 1;
                 state.held_bytes += n_bytes;
+                if n_bytes < self.request_bytes {
+                    let most = self.budget_bytes.saturating_sub(state.held_bytes);
+                    state.free.truncate((most / self.request_bytes) as usize);
+                }
                 state.slots[next] = Slot::Fetching;
                 return Some(next as u32);
             }
@@ -385,7 +405,13 @@ impl<'a> Window<'a> {
     fn memory(&self, number: usize) -> Result<Bytes> {
         let n_bytes = self.held_by(number);
         if n_bytes < self.request_bytes {
-            return Ok(Bytes::Small(vec![0; n_bytes as usize]));
+            let mut bytes = Vec::new();
+            bytes.try_reserve_exact(n_bytes as usize).map_err(|_| {
+                let message = format!("cannot allocate {n_bytes} bytes for a request");
+                Error::new(Kind::Io, message).hint("load fewer keys at a time")
+            })?;
+            bytes.resize(n_bytes as usize, 0);
+            return Ok(Bytes::Small(bytes));
         }
         let free = self.lock().free.pop();
         free.map_or_else(|| Memory::new(n_bytes as usize), Ok)
@@ -401,7 +427,7 @@ impl<'a> Window<'a> {
         let mut runs = std::mem::take(&mut self.lock().direct[at]);
         let mut bytes = self.memory(at)?;
         let kept = &self.kept[at];
-        let mut parts: Vec<(u64, &mut [u8])> = Vec::new();
+        let mut parts: Vec<Part<'_>> = Vec::new();
         let mut rest = bytes.as_mut_slice();
         for &(start, end) in kept {
             let (here, after) = rest.split_at_mut((end - start) as usize);
@@ -411,7 +437,12 @@ impl<'a> Window<'a> {
         for run in runs.iter_mut().filter(|run| !is_kept(kept, run.start)) {
             parts.push((run.start, &mut *run.to));
         }
-        fetch_parts(file, extent.start, parts)?;
+        parts.sort_unstable_by_key(|part| part.0);
+        let fetched = file.source().read_parts(&mut parts);
+        fetched.map_err(|error| match runs.first() {
+            Some(run) => error.key(run.name),
+            None => error,
+        })?;
         control.fetched(extent.n_bytes());
         let kept = Kept::new(kept, bytes);
         for run in &mut runs {
@@ -527,13 +558,29 @@ impl Early for Window<'_> {
     }
 }
 
-/// How requests of a plan are made: as those for its first remote source.
+/// A remote source of each bucket or host of a plan.
+fn paced<'a>(plan: &'a Plan<'_>) -> Vec<&'a Source> {
+    let mut found = BTreeMap::new();
+    for source in &plan.sources {
+        if let PlanSource::File(_, file) = source
+            && file.source().is_remote()
+        {
+            // Such as `s3:` and the bucket.
+            let bucket: Vec<_> = file.source().path().components().take(2).collect();
+            found.entry(bucket).or_insert_with(|| file.source());
+        }
+    }
+    found.into_values().collect()
+}
+
+/// How requests of a plan are made: for all buckets as for the one that takes the fewest at once.
 pub(crate) fn link_of(plan: &Plan<'_>) -> Link {
-    let mut links = plan.sources.iter().filter_map(|source| match source {
-        PlanSource::File(_, file) if file.source().is_remote() => Some(file.source().link()),
-        _ => None,
-    });
-    links.next().unwrap_or_default()
+    slowest(&paced(plan))
+}
+
+fn slowest(sources: &[&Source]) -> Link {
+    let links = sources.iter().map(|source| source.link());
+    links.min_by_key(|link| link.n_at_once).unwrap_or_default()
 }
 
 /// Whether a source is on another host.
@@ -542,12 +589,11 @@ pub(crate) fn has_remote(plan: &Plan<'_>) -> bool {
     plan.sources.iter().any(is_remote)
 }
 
-/// Adds the ranges of remote sources that a part of the work reads. Large gaps are left out.
+/// Adds the ranges of remote sources that a part of the work reads. Gaps that no band reads are left out.
 pub(crate) fn add_wanted(
     plan: &Plan<'_>,
     part: usize,
     pieces: &mut dyn Iterator<Item = Piece<'_>>,
-    rules: Rules,
     wanted: &mut Vec<Wanted>,
 ) {
     for (array, start, end) in pieces {
@@ -559,7 +605,7 @@ pub(crate) fn add_wanted(
             }
             let mut add = |dims: &[Dim], src: u64, _| -> Result<()> {
                 let at = (copy_op, copy_op.src_start_bytes + src * unit_bytes);
-                add_box(at, unit_bytes, dims, (part, rules.gap_bytes), wanted);
+                add_box(at, unit_bytes, dims, part, wanted);
                 Ok(())
             };
             let _ = restrict(&copy_op.dims, 0, copy_op.dst, (start, end), &mut add);
@@ -571,19 +617,13 @@ fn add_box(
     (copy_op, start): (&CopyOp, u64),
     unit_bytes: u64,
     dims: &[Dim],
-    (part, gap_bytes): (usize, u64),
+    part: usize,
     wanted: &mut Vec<Wanted>,
 ) {
-    if let Some((widest, inner)) = skips_gaps(dims, unit_bytes, gap_bytes) {
+    if let Some((widest, inner)) = skips_gaps(dims, unit_bytes, SCRATCH_BYTES) {
         for k in 0..dims[widest].len {
             let start = start + k * dims[widest].src * unit_bytes;
-            add_box(
-                (copy_op, start),
-                unit_bytes,
-                &inner,
-                (part, gap_bytes),
-                wanted,
-            );
+            add_box((copy_op, start), unit_bytes, &inner, part, wanted);
         }
         return;
     }
@@ -616,23 +656,6 @@ pub(crate) fn plan_extents(
     })
 }
 
-/// Fetches ranges of a file that are apart, and what is between them, by one request that begins at `start`.
-fn fetch_parts(file: &ShardFile, start: u64, mut parts: Vec<(u64, &mut [u8])>) -> Result<()> {
-    parts.sort_unstable_by_key(|part| part.0);
-    let mut at = start;
-    let gap_before = |(start, part): &(u64, &mut [u8])| {
-        let n_bytes = start - at;
-        at = start + part.len() as u64;
-        vec![0; n_bytes as usize]
-    };
-    let mut gaps: Vec<Vec<u8>> = parts.iter().map(gap_before).collect();
-    let both = gaps.iter_mut().zip(parts);
-    let mut to: Vec<&mut [u8]> = both
-        .flat_map(|(gap, (_, part))| [&mut gap[..], part])
-        .collect();
-    file.source().read_parts(start, &mut to)
-}
-
 fn verify_direct(run: &Direct<'_>) -> Result<()> {
     let Some(checksums) = run.checksums else {
         return Ok(());
@@ -648,7 +671,7 @@ mod tests {
     use crate::bytes::team::Team;
     use crate::error::Kind;
     use crate::files::shard_file::Format;
-    use crate::files::source::{Ranges, Source};
+    use crate::files::source::{Ranges, copy_to_parts, span_of};
     use crate::geometry::dtype::Dtype;
     use crate::geometry::region::Region;
     use crate::planning::index::Index;
@@ -665,16 +688,21 @@ mod tests {
         requests: Arc<Mutex<Vec<(u64, u64)>>>,
         /// The request with this number fails.
         fails_at: u64,
+        link: Link,
         n_requests: AtomicU64,
         n_open: AtomicUsize,
     }
 
-    const N_AT_ONCE: usize = 3;
+    const LINK: Link = Link {
+        gap_bytes: 2 << 20,
+        n_at_once: 3,
+    };
 
     impl Ranges for Remote {
         fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
             let number = self.n_requests.fetch_add(1, Ordering::SeqCst);
-            assert!(self.n_open.fetch_add(1, Ordering::SeqCst) < N_AT_ONCE);
+            let n_open = self.n_open.fetch_add(1, Ordering::SeqCst);
+            assert!(n_open < self.link.n_at_once || self.link.n_at_once == 0);
             if number == self.fails_at {
                 return Err(Error::new(Kind::Io, "as intended"));
             }
@@ -694,21 +722,14 @@ mod tests {
         }
 
         fn link(&self) -> Link {
-            Link {
-                gap_bytes: 2 << 20,
-                n_at_once: N_AT_ONCE,
-            }
+            self.link
         }
 
-        fn read_parts(&self, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
-            let mut all = vec![0; to.iter().map(|part| part.len()).sum()];
+        fn read_parts(&self, parts: &mut [Part<'_>]) -> Result<()> {
+            let (start, end) = span_of(parts);
+            let mut all = vec![0; (end - start) as usize];
             self.read_at(start, &mut all)?;
-            let mut rest = &all[..];
-            for part in to {
-                let (here, after) = rest.split_at(part.len());
-                part.copy_from_slice(here);
-                rest = after;
-            }
+            copy_to_parts(&all, start, parts);
             Ok(())
         }
     }
@@ -725,29 +746,30 @@ mod tests {
         }
     }
 
-    /// A file with a matrix, a long run and many small tensors, and an index of it as an object.
-    fn remote(folder: &Path, fails_at: u64, summed: bool) -> (Index, Requests, u64) {
+    /// A file with arrays of two and three dims, a long run and many small tensors, and an index of it as an object.
+    fn remote(folder: &Path, fails_at: u64, summed: bool, link: Link) -> (Index, Requests, u64) {
         let path = folder.join("model.safetensors");
         let data: Vec<u8> = (0..40 << 20_u32)
             .map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
             .collect();
         let matrix = [2048_u64, 4096];
-        let (run, small) = ([20_u64 << 20], [1000_u64]);
+        let (run, small, wide) = ([20_u64 << 20], [1000_u64], [3, 9_u64 << 20]);
+        let deep = [2_u64, 150, 4096];
         let names: Vec<String> = (0..50).map(|i| format!("small.{i:02}")).collect();
         let tensor = |name, shape, from: usize| MemoryTensor {
             name,
             dtype: Dtype::U8,
             shape,
             bytes: &data[from..],
-            strides_bytes: if shape == matrix {
-                vec![4096, 1]
-            } else {
-                vec![1]
-            },
+            strides_bytes: (1..=shape.len())
+                .map(|i| shape[i..].iter().product())
+                .collect(),
         };
         let mut tensors = vec![
             tensor("matrix", &matrix[..], 0),
             tensor("run", &run[..], 9 << 20),
+            tensor("wide", &wide[..], 1 << 20),
+            tensor("deep", &deep[..], 0),
         ];
         tensors.extend(
             names
@@ -770,6 +792,7 @@ mod tests {
                     bytes: Arc::clone(&bytes),
                     requests: Arc::clone(&of_source),
                     fails_at,
+                    link,
                     n_requests: AtomicU64::new(0),
                     n_open: AtomicUsize::new(0),
                 };
@@ -846,7 +869,7 @@ mod tests {
             .flat_map(|summed| [(summed, request()), (summed, repeated())])
         {
             let folder = tempfile::tempdir().unwrap();
-            let (index, requests, n_bytes) = remote(folder.path(), u64::MAX, summed);
+            let (index, requests, n_bytes) = remote(folder.path(), u64::MAX, summed, LINK);
             let mut local = Index::new();
             let file = local.add_file(
                 folder.path().join("model.safetensors"),
@@ -880,20 +903,93 @@ mod tests {
         }
     }
 
+    fn fetched_of(key: &str, region: Region, summed: bool, gap_bytes: u64) -> Vec<(u64, u64)> {
+        let folder = tempfile::tempdir().unwrap();
+        let link = Link { gap_bytes, ..LINK };
+        let (index, requests, _) = remote(folder.path(), u64::MAX, summed, link);
+        let mut request = Request::default();
+        request.add_region("part", key, region);
+        index.open(0).unwrap();
+        requests.lock().unwrap().clear();
+        filled_with(&request, &index, summed, &Control::default()).unwrap();
+        let found = requests.lock().unwrap().clone();
+        found
+    }
+
+    #[test]
+    fn large_gaps_between_the_rows_of_a_slice_are_not_read() {
+        let columns = || Region::new(vec![0, 1000], vec![3, 300_000]).unwrap();
+        for (summed, most) in [(false, 900_000), (true, 3 << 20)] {
+            let requests = fetched_of("wide", columns(), summed, 16 << 20);
+            let n_bytes: u64 = requests.iter().map(|one| one.1).sum();
+            assert!(n_bytes <= most, "{requests:?}");
+        }
+    }
+
+    #[test]
+    fn a_gap_that_a_band_reads_is_fetched_once() {
+        let rows = Region::new(vec![0, 0, 0], vec![2, 75, 2000]).unwrap();
+        let requests = fetched_of("deep", rows, false, 256 << 10);
+        assert_eq!(requests.len(), 1, "{requests:?}");
+    }
+
+    #[test]
+    fn without_a_thread_all_is_read_nevertheless() {
+        let folder = tempfile::tempdir().unwrap();
+        let found: Vec<_> = [LINK.n_at_once, 0]
+            .into_iter()
+            .map(|n_at_once| {
+                let link = Link { n_at_once, ..LINK };
+                let (index, ..) = remote(folder.path(), u64::MAX, true, link);
+                filled_with(&repeated(), &index, true, &Control::default()).unwrap()
+            })
+            .collect();
+        assert!(found[0] == found[1]);
+    }
+
+    #[test]
+    fn the_bucket_with_the_fewest_requests_at_once_counts() {
+        let of = |bucket: &str, n_at_once| {
+            let ranges = Remote {
+                bytes: Arc::default(),
+                requests: Requests::default(),
+                fails_at: u64::MAX,
+                link: Link { n_at_once, ..LINK },
+                n_requests: AtomicU64::new(0),
+                n_open: AtomicUsize::new(0),
+            };
+            let path = PathBuf::from(format!("s3://{bucket}/model"));
+            Source::of_ranges(path, 0, Box::new(ranges))
+        };
+        let sources = [of("a", 32), of("b", 8), of("c", 16)];
+        assert_eq!(slowest(&sources.each_ref()).n_at_once, 8);
+        assert_eq!(slowest(&[]), Link::default());
+    }
+
     #[test]
     fn the_first_failure_ends_the_run() {
         for fails_at in [2, 4] {
             let folder = tempfile::tempdir().unwrap();
-            let (index, ..) = remote(folder.path(), fails_at, true);
+            let (index, ..) = remote(folder.path(), fails_at, true, LINK);
             let error = filled(&index, true, &Control::default()).unwrap_err();
             assert!(error.message().contains("as intended"), "{error}");
         }
     }
 
     #[test]
+    fn the_error_of_a_request_names_an_array() {
+        let folder = tempfile::tempdir().unwrap();
+        let (index, ..) = remote(folder.path(), 2, true, LINK);
+        let mut request = Request::default();
+        request.add_region("run", "run", Region::new(vec![0], vec![20 << 20]).unwrap());
+        let error = filled_with(&request, &index, true, &Control::default()).unwrap_err();
+        assert_eq!(error.facts().1, Some("run"), "{error:?}");
+    }
+
+    #[test]
     fn a_cancelled_run_ends() {
         let folder = tempfile::tempdir().unwrap();
-        let (index, ..) = remote(folder.path(), u64::MAX, true);
+        let (index, ..) = remote(folder.path(), u64::MAX, true, LINK);
         index.open(0).unwrap();
         let control = Control::default();
         control.cancel();
@@ -906,7 +1002,7 @@ mod tests {
     #[test]
     fn a_written_file_is_fetched_early_too() {
         let folder = tempfile::tempdir().unwrap();
-        let (index, requests, n_bytes) = remote(folder.path(), u64::MAX, true);
+        let (index, requests, n_bytes) = remote(folder.path(), u64::MAX, true, LINK);
         let plan = index.plan(&request(), None, true).unwrap();
         requests.lock().unwrap().clear();
         let (control, mut buffers) = (Control::default(), Buffers::new(64 << 20).unwrap());
@@ -951,7 +1047,7 @@ mod tests {
     #[test]
     fn memory_is_bounded_and_a_waiting_part_gets_what_it_needs() {
         let folder = tempfile::tempdir().unwrap();
-        let (index, ..) = remote(folder.path(), u64::MAX, true);
+        let (index, ..) = remote(folder.path(), u64::MAX, true, LINK);
         let plan = index.plan(&request(), None, true).unwrap();
         let n_parts = 20;
         let wanted: Vec<_> = (0..n_parts as u64)

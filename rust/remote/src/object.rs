@@ -10,7 +10,8 @@ use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, future};
 use object_store::path::Path as Key;
 use object_store::{GetOptions, GetRange, GetResult, ObjectMeta};
-use reshard_core::source::{Link, Ranges, Source};
+use reshard_core::memory::Memory;
+use reshard_core::source::{Link, Part, Ranges, Source, copy_to_parts, span_of};
 use reshard_core::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -236,13 +237,13 @@ impl Object {
             .step_by(REQUEST_BYTES)
             .zip(to.chunks_mut(REQUEST_BYTES));
         let fetches = parts
-            .map(|(at, part)| async move { self.fetch_in_time(client, at, &mut [part]).await });
+            .map(|(at, part)| async move { self.fetch_in_time(client, &mut [(at, part)]).await });
         runtime()?.block_on(future::try_join_all(fetches)).map(drop)
     }
 
     /// A range by one request, or by two if that takes too long.
-    async fn fetch_in_time(&self, client: &Client, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
-        let fetch = async |to: &mut [&mut [u8]]| self.fetch(client, start, to).await;
+    async fn fetch_in_time(&self, client: &Client, to: &mut [Part<'_>]) -> Result<()> {
+        let fetch = async |to: &mut [Part<'_>]| self.fetch(client, to).await;
         client.pace().in_time(to, fetch).await
     }
 
@@ -263,14 +264,14 @@ impl Object {
         Ok(block)
     }
 
-    /// One request.
-    async fn fetch(&self, client: &Client, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
+    /// One request. Bytes between the parts are dropped as they arrive.
+    async fn fetch(&self, client: &Client, to: &mut [Part<'_>]) -> Result<()> {
         let failed = |error: object_store::Error| {
             explain(Doing::Reading, &self.address, &error, client.retry_for())
         };
-        let n_bytes = to.iter().map(|part| part.len() as u64).sum::<u64>();
+        let (start, end) = span_of(to);
         let options = GetOptions {
-            range: Some(GetRange::Bounded(start..start + n_bytes)),
+            range: Some(GetRange::Bounded(start..end)),
             if_match: self.version.e_tag.clone(),
             ..options()
         };
@@ -285,27 +286,20 @@ impl Object {
         let answered = Instant::now();
         client.pace().note_answer(answered - begun);
         let mut frames = found.into_stream();
-        let mut parts = to.iter_mut();
-        let mut rest: &mut [u8] = &mut [];
+        let mut at = start;
         while let Some(frame) = frames.try_next().await.map_err(failed)? {
             count_bytes(frame.len());
             client.pace().note_bytes(frame.len());
-            let mut frame = &frame[..];
-            while !frame.is_empty() {
-                if rest.is_empty() {
-                    rest = parts.next().ok_or_else(|| self.wrong_length())?;
-                    continue;
-                }
-                let (here, after) = rest.split_at_mut(frame.len().min(rest.len()));
-                here.copy_from_slice(&frame[..here.len()]);
-                frame = &frame[here.len()..];
-                rest = after;
+            copy_to_parts(&frame, at, to);
+            at += frame.len() as u64;
+            if at > end {
+                break;
             }
         }
-        if !rest.is_empty() || parts.any(|part| !part.is_empty()) {
+        if at != end {
             return Err(self.wrong_length());
         }
-        client.pace().note_rate(answered.elapsed(), n_bytes);
+        client.pace().note_rate(answered.elapsed(), end - start);
         Ok(())
     }
 
@@ -357,22 +351,32 @@ impl Ranges for Object {
         true
     }
 
-    fn read_parts(&self, start: u64, to: &mut [&mut [u8]]) -> Result<()> {
-        let n_bytes = to.iter().map(|part| part.len()).sum::<usize>();
-        if self.cached.is_none() && n_bytes <= REQUEST_BYTES {
+    fn read_parts(&self, parts: &mut [Part<'_>]) -> Result<()> {
+        let (start, end) = span_of(parts);
+        let n_bytes = (end - start) as usize;
+        if end <= self.head.len() as u64 || n_bytes > REQUEST_BYTES {
+            return parts
+                .iter_mut()
+                .try_for_each(|(start, part)| self.read_at(*start, part));
+        }
+        if self.cached.is_none() {
             let client = self.client.here()?;
-            return runtime()?.block_on(self.fetch_in_time(&client, start, to));
+            return runtime()?.block_on(self.fetch_in_time(&client, parts));
         }
-        let mut at = start;
-        for part in to {
-            self.read_at(at, part)?;
-            at += part.len() as u64;
+        if let [(start, part)] = parts {
+            return self.read_range(*start, part);
         }
+        // Each block is read, and its sums are compared, once for all parts.
+        let mut bytes = Memory::new(n_bytes)?;
+        self.read_range(start, bytes.as_mut_slice())?;
+        copy_to_parts(bytes.as_slice(), start, parts);
         Ok(())
     }
 
     fn link(&self) -> Link {
-        self.client.pace().link()
+        // After a fork, the client of the parent measures nothing, and a thread of the parent may hold its locks.
+        let here = self.client.here();
+        here.map_or_else(|_| Link::default(), |client| client.pace().link())
     }
 }
 

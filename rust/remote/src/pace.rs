@@ -7,7 +7,7 @@
 //!
 //! The number of requests at once begins with 32. After as many requests, the rate of all together is compared with that of
 //! another number: more are kept if they are faster by a tenth, and fewer if they are not slower. Then the number stays for
-//! some time. An answer that says that there were too many requests halves it.
+//! some time; also if so many are never open at once. An answer that says that there were too many requests halves it.
 
 #![expect(
     clippy::cast_precision_loss,
@@ -17,7 +17,7 @@
 
 use futures_util::future::{Either, select};
 use reshard_core::Result;
-use reshard_core::source::Link;
+use reshard_core::source::{Link, Part, copy_to_parts, span_of};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -44,7 +44,8 @@ const MIN_RATED_BYTES: u64 = 1 << 20;
 /// The rate of a connection, in bytes a second, until it is known.
 const USUAL_RATE: f64 = 90e6;
 const MIN_GAP_BYTES: f64 = (256_u32 << 10) as f64;
-const MAX_GAP_BYTES: f64 = (16_u32 << 20) as f64;
+/// No request has more.
+const MAX_GAP_BYTES: f64 = (8_u32 << 20) as f64;
 const MIN_AT_ONCE: usize = 4;
 const MAX_AT_ONCE_OF_ALL: usize = 64;
 /// More requests at once stay if the rate grows by this factor.
@@ -53,6 +54,8 @@ const GROWS: f64 = 1.1;
 const HOLDS: f64 = 0.95;
 /// Rounds after which another number is tried again.
 const N_SETTLED: u32 = 16;
+/// More requests at once are tried for so many times their number. Memory can be too small for them.
+const N_TRIED: usize = 2;
 /// Many requests get the same answer at about the same time: it counts once in this time.
 const ONE_ANSWER: Duration = Duration::from_secs(1);
 
@@ -113,6 +116,8 @@ struct Width {
     /// The number that is compared with, and its rate.
     other: Option<(usize, f64)>,
     n_settled: u32,
+    /// How many requests ended while there were much fewer.
+    n_apart: usize,
     throttled: Option<Duration>,
 }
 
@@ -131,6 +136,7 @@ impl Default for Width {
             round: None,
             other: None,
             n_settled: 0,
+            n_apart: 0,
             throttled: None,
         }
     }
@@ -142,8 +148,16 @@ impl Width {
         if 4 * n_open < 3 * self.n {
             // Much fewer requests at once say nothing of the number.
             self.round = None;
+            self.n_apart += usize::from(is_end);
+            if let Some((other, _)) = self.other
+                && self.n > other
+                && self.n_apart >= N_TRIED * self.n
+            {
+                (self.n, self.other, self.n_settled) = (other, None, N_SETTLED);
+            }
             return;
         }
+        self.n_apart = 0;
         let round = self.round.get_or_insert(Round {
             begun: now,
             n_bytes,
@@ -152,7 +166,7 @@ impl Width {
         round.n_ended += usize::from(is_end);
         if round.n_ended >= self.n {
             let seconds = now.saturating_sub(round.begun).as_secs_f64();
-            let rate = (n_bytes - round.n_bytes) as f64 / seconds.max(1e-6);
+            let rate = n_bytes.saturating_sub(round.n_bytes) as f64 / seconds.max(1e-6);
             self.round = None;
             self.judge(rate);
         }
@@ -297,8 +311,8 @@ impl Pace {
     }
 
     fn note_width(&self, n_open: usize, is_end: bool) {
-        let n_arrived = self.n_arrived.load(Ordering::Relaxed);
         let mut width = self.width();
+        let n_arrived = self.n_arrived.load(Ordering::Relaxed);
         width.note(self.begun.elapsed(), n_arrived, n_open, is_end);
     }
 
@@ -310,15 +324,15 @@ impl Pace {
 
     /// A range by one request; by two if the first one takes much longer than others did. The first answer counts.
     ///
-    /// `fetch` sends a request and fills the buffers one after the other. An error of one of two is no result while the
-    /// other one is open.
+    /// `fetch` sends a request and fills the parts. An error of one of two is no result while the other one is open.
     pub(crate) async fn in_time(
         &self,
-        to: &mut [&mut [u8]],
-        fetch: impl AsyncFn(&mut [&mut [u8]]) -> Result<()>,
+        to: &mut [Part<'_>],
+        fetch: impl AsyncFn(&mut [Part<'_>]) -> Result<()>,
     ) -> Result<()> {
         let begun = Instant::now();
-        let n_bytes = to.iter().map(|part| part.len() as u64).sum();
+        let (start, end) = span_of(to);
+        let n_bytes = end - start;
         let _open = self.open();
         let done = self.fetch(to, &fetch).await;
         if done.is_ok() {
@@ -329,11 +343,11 @@ impl Pace {
 
     async fn fetch(
         &self,
-        to: &mut [&mut [u8]],
-        fetch: &impl AsyncFn(&mut [&mut [u8]]) -> Result<()>,
+        to: &mut [Part<'_>],
+        fetch: &impl AsyncFn(&mut [Part<'_>]) -> Result<()>,
     ) -> Result<()> {
-        let n_bytes = to.iter().map(|part| part.len()).sum::<usize>();
-        let Some(patience) = self.patience(n_bytes as u64) else {
+        let (start, end) = span_of(to);
+        let Some(patience) = self.patience(end - start) else {
             return fetch(to).await;
         };
         let mut first = Box::pin(fetch(&mut *to));
@@ -343,8 +357,8 @@ impl Pace {
         let Some(_permit) = self.second() else {
             return first.await;
         };
-        let mut own = vec![0; n_bytes];
-        let mut parts = [&mut own[..]];
+        let mut own = vec![0; (end - start) as usize];
+        let mut parts = [(start, &mut own[..])];
         let second = Box::pin(fetch(&mut parts));
         let is_second = match select(first, second).await {
             Either::Left((Ok(()), _)) => false,
@@ -353,12 +367,7 @@ impl Pace {
             Either::Right((Ok(()), _)) => true,
         };
         if is_second {
-            let mut rest = &own[..];
-            for part in to {
-                let (here, after) = rest.split_at(part.len());
-                part.copy_from_slice(here);
-                rest = after;
-            }
+            copy_to_parts(&own, start, to);
         }
         Ok(())
     }
@@ -482,7 +491,7 @@ mod tests {
         for _ in 0..N_KNOWN {
             speed.before_first_byte.add(0.2);
         }
-        assert_eq!(speed.gap_bytes(), 16 << 20);
+        assert_eq!(speed.gap_bytes(), 8 << 20);
     }
 
     /// The number of requests at once after some rounds at a service whose connections have the rate 1, and all together
@@ -516,6 +525,29 @@ mod tests {
             width.throttle(at * 2000 * MS);
         }
         assert_eq!(width.n, MIN_AT_ONCE);
+    }
+
+    #[test]
+    fn more_requests_than_memory_allows_are_not_tried_for_long() {
+        let mut width = Width::default();
+        for at in 0..32 {
+            width.note(at * MS, u64::from(at), 32, true);
+        }
+        assert_eq!(width.n, 48);
+        for at in 32..32 + 96 {
+            width.note(at * MS, u64::from(at), 32, true);
+        }
+        assert_eq!((width.n, width.other), (32, None));
+    }
+
+    #[test]
+    fn bytes_that_are_counted_late_are_no_negative_rate() {
+        let mut width = Width::default();
+        width.note(MS, 1000, 32, false);
+        for _ in 0..32 {
+            width.note(2 * MS, 10, 32, true);
+        }
+        assert_eq!(width.other, Some((32, 0.0)));
     }
 
     #[test]
@@ -560,14 +592,14 @@ mod tests {
                     let n_sent = AtomicUsize::new(0);
                     let mut to = vec![7; n_bytes];
                     let (one, other) = to.split_at_mut(n_bytes / 3);
-                    let mut parts = [one, other];
+                    let mut parts = [(5, one), (5 + n_bytes as u64 / 3, other)];
                     let begun = Instant::now();
                     let is_late = pace.patience(n_bytes as u64).unwrap() <= first.0 * MS;
-                    let done = pace.in_time(&mut parts, async |to: &mut [&mut [u8]]| {
+                    let done = pace.in_time(&mut parts, async |to: &mut [Part<'_>]| {
                         let (after, is_right) = [first, second][n_sent.fetch_add(1, Ordering::SeqCst)];
-                        to[to.len() - 1][0] = 9;
+                        to[to.len() - 1].1[0] = 9;
                         sleep(after * MS).await;
-                        for part in to {
+                        for (_, part) in to {
                             part.fill(u8::from(is_right));
                         }
                         let failed = || Error::new(Kind::Io, "as intended");

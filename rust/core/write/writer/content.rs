@@ -335,7 +335,6 @@ impl Content<'_> {
                     self.plan,
                     piece as usize,
                     &mut std::iter::once(units),
-                    rules,
                     &mut wanted,
                 );
             }

@@ -403,6 +403,7 @@ impl Pickle {
         let mut machine = Machine::new(bytes, classes);
         let decoded = machine.run();
         if machine.short.is_lost {
+            drop(machine); // its memory
             return Self::decode(bytes);
         }
         decoded.map(|(root, n_bytes)| Self {
