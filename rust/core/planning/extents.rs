@@ -211,6 +211,17 @@ mod tests {
         let size_of = |source: u32| (sizes[source as usize], in_chunks);
         let planned = plan(wanted, n_parts, rules, size_of);
         let extents = &planned.in_order;
+        let widened = |one: &Wanted| {
+            if in_chunks {
+                let end = one.end.next_multiple_of(CHUNK);
+                (
+                    one.start / CHUNK * CHUNK,
+                    end.min(sizes[one.source as usize]),
+                )
+            } else {
+                (one.start, one.end)
+            }
+        };
         // Every wanted byte is in extents of its part.
         for one in wanted {
             let mut at = one.start;
@@ -255,13 +266,6 @@ mod tests {
                 kept.windows(2).all(|pair| pair[0].1 < pair[1].0),
                 "{extent:?}"
             );
-            let widened = |one: &Wanted| match in_chunks {
-                true => (
-                    one.start / CHUNK * CHUNK,
-                    one.end.next_multiple_of(CHUNK).min(size),
-                ),
-                false => (one.start, one.end),
-            };
             for at in (extent.start..extent.end).step_by(CHUNK_BYTES / 2) {
                 let is_wanted = |one: &&Wanted| {
                     let (start, end) = widened(one);
@@ -284,14 +288,7 @@ mod tests {
         // No gap of more than the limit is fetched, and nothing twice.
         let mut touched: Vec<Vec<(u64, u64)>> = vec![Vec::new(); sizes.len()];
         for one in wanted {
-            let (mut start, mut end) = (one.start, one.end);
-            if in_chunks {
-                (start, end) = (
-                    start / CHUNK * CHUNK,
-                    end.next_multiple_of(CHUNK).min(sizes[one.source as usize]),
-                );
-            }
-            touched[one.source as usize].push((start, end));
+            touched[one.source as usize].push(widened(one));
         }
         for extent in extents {
             let mut at = extent.start;

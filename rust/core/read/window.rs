@@ -912,8 +912,7 @@ mod tests {
         index.open(0).unwrap();
         requests.lock().unwrap().clear();
         filled_with(&request, &index, summed, &Control::default()).unwrap();
-        let found = requests.lock().unwrap().clone();
-        found
+        requests.lock().unwrap().clone()
     }
 
     #[test]
