@@ -115,7 +115,7 @@ def running() -> Iterator[S3Server]:
     """Start a server with an empty bucket, and end it with the block."""
     weed = program()
     with tempfile.TemporaryDirectory(prefix="reshard-s3-", ignore_cleanup_errors=True) as folder:
-        port = _free_port()
+        port = free_port()
         ports = [
             f"-{name}={port + more + number}"
             for number, kind in enumerate(("s3", "master", "volume", "filer", "admin"))
@@ -157,7 +157,7 @@ def _wait(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None
     pytest.fail(f"the S3 server does not answer: {last}; {log.read_text(errors='replace')[-2000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """The first of several ports that are free, below those that the system gives to connections.
 
     A seeded choice would be that of the other processes of the tests, which start their servers at the same time.
