@@ -10,7 +10,7 @@ use crate::files::checksum::{CHUNK_BYTES, Checksums};
 use crate::files::shard_file::ShardFile;
 use crate::files::source::Source;
 use crate::planning::plan::{CopyOp, Plan, PlanSource};
-use crate::read::readahead::{MIN_GAP_BYTES, skips_gaps};
+use crate::read::readahead::{MIN_GAP_BYTES, SCRATCH_BYTES, skips_gaps};
 use crate::read::window::Early;
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -30,8 +30,6 @@ const MAX_AROUND_BYTES: u64 = 64 << 10;
 /// To unmap a range interrupts the other processors, which takes 30 to 60 microseconds on a virtual machine. Large folios
 /// are mapped in less, and unmapped in even less when the map is closed.
 const SLOW_TO_MAP: Duration = Duration::from_micros(64);
-/// The most that a positioned read fetches into scratch memory at once.
-pub(crate) const SCRATCH_BYTES: u64 = 1 << 20;
 
 thread_local! {
     /// Memory for chunks that cannot be read into the destination.

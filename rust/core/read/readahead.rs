@@ -26,6 +26,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Smaller gaps between runs are read: on a disk with 60,000 requests and 1 GB a second, that takes as long as
 /// another request.
 pub(crate) const MIN_GAP_BYTES: u64 = 8 << 10;
+/// The most that a positioned read fetches into scratch memory at once.
+pub(crate) const SCRATCH_BYTES: u64 = 1 << 20;
 /// Smaller gaps are read if other processes read them.
 const MIN_SHARED_GAP_BYTES: u64 = CHUNK_BYTES as u64;
 /// How many bands the requests are ahead of the copies.
