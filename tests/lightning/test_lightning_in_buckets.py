@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.peers.required import long
 from tests.servers.s3 import BUCKET
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,6 +116,7 @@ def test_roots_that_cannot_be_used_are_named(s3: S3Server, tmp_path: Path) -> No
     assert fit(root, callbacks=[other], ckpt_path=root)[0].startswith("2 ")
 
 
+@long
 @pytest.mark.slow(disk=False)
 def test_another_number_of_ranks_goes_on_at_the_end_of_an_epoch(s3: S3Server) -> None:
     program, root = Path(__file__).with_name("lightning_parallel.py"), url()
