@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,12 +24,12 @@ from reshard import _core, dtypes, opening
 from reshard.conversion.shares import digest_of
 from reshard.errors import ArgumentError, MismatchError
 from reshard.ranks.led import LedRanks
-from reshard.ranks.places import Work, do_shares
+from reshard.ranks.places import Work
 from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.indexing import in_batches
 from reshard.values.words import show
-from reshard.verbs.slices import Span, pieces_of, shared_out
+from reshard.verbs.slices import Span, by_shares, pieces_of
 
 if TYPE_CHECKING:
     import os
@@ -399,14 +399,11 @@ def _compared_on(
         kind = comparable[key].kind
         return (sum(_n_bytes(dtype, shape) for dtype in kind.dtypes) for _, shape in kind.pieces(half_bytes))
 
-    n_bytes = sum(sizes.values())
-    shares = shared_out(sizes, on.n_shares(n_bytes), pieces)
-    work = _comparing(asked, _Spans(digests, shares, threads or on.cpus))
-    results, _ = do_shares(on, work, len(shares), n_bytes, progress)
-    for spans, of_spans in zip(shares, results, strict=True):
-        for span, found in zip(spans, of_spans, strict=True):
-            for counts in found:
-                comparable[span.key].join(counts)
+    def work_of(shares: list[list[Span]]) -> Work[Any]:
+        return _comparing(asked, _Spans(digests, shares, threads or on.cpus))
+
+    for key, counts in by_shares(on, sizes, pieces, work_of, progress):
+        comparable[key].join(counts)
     return _differences(pairs)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard import _core, dtypes
 from reshard.conversion.shares import MIN_CUT_BYTES, cut
+from reshard.ranks.places import do_shares
 from reshard.values.indexing import in_batches, regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.ranks.places import Place, Work
+    from reshard.values.argument_types import Progress
     from reshard.values.indexing import Region
 
 _T = TypeVar("_T")
@@ -110,6 +113,34 @@ class Span(NamedTuple):
     key: str
     first: int
     end: int | None
+
+
+def by_shares(
+    on: Place,
+    sizes: Mapping[str, int],
+    pieces: Callable[[str], Iterable[int]],
+    work_of: Callable[[list[list[Span]]], Work[Any]],
+    progress: Progress | None,
+) -> Iterator[tuple[str, Any]]:
+    """What the processes of a place find in the pieces of tensors.
+
+    Args:
+        on: where.
+        sizes: bytes of each tensor.
+        pieces: as for `shared_out`.
+        work_of: the work on the pieces of each share. A share returns what it finds in each of its spans.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        The tensor of each find, and the find, in the order of the tensors and their pieces.
+    """
+    n_bytes = sum(sizes.values())
+    shares = shared_out(sizes, on.n_shares(n_bytes), pieces)
+    results, _ = do_shares(on, work_of(shares), len(shares), n_bytes, progress)
+    for spans, of_spans in zip(shares, results, strict=True):
+        for span, found in zip(spans, of_spans, strict=True):
+            for one in found:
+                yield span.key, one
 
 
 def shared_out(sizes: Mapping[str, int], n_shares: int, pieces: Callable[[str], Iterable[int]]) -> list[list[Span]]:

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -23,9 +23,9 @@ from reshard.conversion.shares import digest_of
 from reshard.errors import KeyNotFoundError, MismatchError
 from reshard.layout.patterns import Pattern
 from reshard.ranks.led import LedRanks
-from reshard.ranks.places import Work, do_shares
+from reshard.ranks.places import Work
 from reshard.values.words import show
-from reshard.verbs.slices import Buffer, Slice, Span, batches, pieces_of, regions_of, shared_out
+from reshard.verbs.slices import Buffer, Slice, Span, batches, by_shares, pieces_of, regions_of
 
 if TYPE_CHECKING:
     import os
@@ -158,14 +158,11 @@ def _stats(
                 regions = _pieces_of(*infos[key], key not in quantised)
                 return (dtypes.n_bytes(infos[key][0], shape) for _, shape in regions)
 
-            total = sum(of_decoded.values())
-            shares = shared_out(of_decoded, on.n_shares(total), pieces)
-            work = _counting(asked, _Spans(digest, shares, threads or on.cpus))
-            results, _ = do_shares(on, work, len(shares), total, progress)
-            for share, of_share in zip(shares, results, strict=True):
-                for span, found_in in zip(share, of_share, strict=True):
-                    for one in found_in:
-                        _join(sums, span.key, one)
+            def work_of(shares: list[list[Span]]) -> Work[Any]:
+                return _counting(asked, _Spans(digest, shares, threads or on.cpus))
+
+            for key, one in by_shares(on, of_decoded, pieces, work_of, progress):
+                _join(sums, key, one)
         for key in decoded:
             sums.setdefault(key, _Sums())  # without elements
         kinds = {key: one.kind for key, one in quantised.items()}
