@@ -15,14 +15,13 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from tests.helpers.bucket_runs import arrays, check, iterations, run
 from tests.helpers.small_saves import fork
 from tests.helpers.threads import in_threads
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 
 import reshard
-from reshard.cli import main
 from reshard.commit import claims, leases, log, log_claims, log_records, protocol, roots
 from reshard.commit.session import find_session, forget_all
 from reshard.errors import ArgumentError, ClaimedError, DestinationExistsError, UnsupportedError
@@ -68,33 +67,10 @@ def place(bucket: tuple[Location, Proxy]) -> Iterator[tuple[str, Proxy]]:
     protocol.release()
 
 
-def arrays(iteration: int) -> dict[str, np.ndarray]:
-    return {"w": np.arange(iteration, iteration + 120_000, dtype=np.float32).reshape(120, 1000), "b": np.ones(7)}
-
-
 def save(url: str, iteration: int, **how: Any) -> reshard.SaveReport:
     report: reshard.SaveReport | None = reshard.save(url, iteration, arrays(iteration), **how)
     assert report is not None
     return report
-
-
-def check(url: str, iteration: int) -> None:
-    """A restart takes this iteration, and all of it is what was saved."""
-    with reshard.open(url) as opened:
-        assert opened.iteration == iteration
-        found = opened.load(verify="full")
-    expected = arrays(iteration)
-    assert {key: one.tobytes() for key, one in found.items()} == {key: one.tobytes() for key, one in expected.items()}
-
-
-def iterations(url: str) -> list[int]:
-    return [number for number, _ in roots.list_iterations(locate(url))]
-
-
-def run(*command: str) -> str:
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
 
 
 @pytest.mark.slow(disk=False)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from tests.helpers.bucket_runs import arrays, check, iterations, run
 from tests.helpers.small_saves import fork
 from tests.servers import ceph
 from tests.servers.s3 import BUCKET
 
 import reshard
-from reshard.cli import main
 from reshard.commit import leases, log, log_records, protocol, roots
 from reshard.commit.session import forget_all
 from reshard.errors import ClaimedError, DamagedFileError
@@ -49,28 +48,6 @@ def _environment(cluster: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(leases, "GRACE_SECONDS", 0.0)
     yield
     protocol.release()
-
-
-def arrays(iteration: int) -> dict[str, np.ndarray]:
-    return {"w": np.arange(iteration, iteration + 120_000, dtype=np.float32).reshape(120, 1000), "b": np.ones(7)}
-
-
-def check(url: str, iteration: int) -> None:
-    with reshard.open(url) as opened:
-        assert opened.iteration == iteration
-        found = opened.load(verify="full")
-    expected = arrays(iteration)
-    assert {key: one.tobytes() for key, one in found.items()} == {key: one.tobytes() for key, one in expected.items()}
-
-
-def iterations(url: str) -> list[int]:
-    return [number for number, _ in roots.list_iterations(locate(url))]
-
-
-def run(*command: str) -> str:
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
 
 
 def test_a_run_keeps_the_best_pins_and_prunes() -> None:
