@@ -149,6 +149,18 @@ def test_shares_of_another_container_are_not_published(tmp_path: Path, source: P
     assert not dst.exists()
 
 
+@pytest.mark.slow(disk=False)
+def test_a_record_names_no_file_elsewhere(tmp_path: Path, source: Path) -> None:
+    dst = tmp_path / "out" / "one.pt"
+    reshard.convert(source, dst, share=(0, 2))
+    (dst.parent / "other").mkdir()
+    (cut,) = dst.parent.rglob("one.pt")
+    shutil.copy(cut, dst.parent / "other")
+    changed(folder_of_shares(dst), {"token": "../../other"}, is_valid=True)
+    with pytest.raises(DamagedFileError, match=r"share 0 of 2 .* of its record"):
+        reshard.convert(source, dst, share=(1, 2))
+
+
 def changed(folder: Path, change: dict[str, Any], *, is_valid: bool = False) -> None:
     record = json.loads((folder / "share-0.json").read_text())
     (values,) = record["files"].values()
@@ -156,7 +168,7 @@ def changed(folder: Path, change: dict[str, Any], *, is_valid: bool = False) -> 
         if name == "version":
             record[name] = value
         else:
-            values[{"n_bytes": 2, "header_checksum": 4, "sums": 7}[name]] = value
+            values[{"n_bytes": 2, "header_checksum": 4, "sums": 7, "token": 8}[name]] = value
     if is_valid:
         text = json.dumps(record["files"]).encode()
         record["digest"] = hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -71,6 +71,7 @@ def test_groups_and_tensors_agree(tmp_path: Path) -> None:
             "blocks of 96 x 128 and 128 x 128, as `config_groups` of",
         ),
         (weight, [args("float", 8, "block", block_structure="128xx")], "`weights` of the group `group_0`"),
+        (weight, [args("float", 8, "block", block_structure="9" * 5000 + "x1")], "`weights` of the group `group_0`"),
         (weight, [args("float", 8, "group", group_size=0)], "`weights` of the group `group_0`"),
         (four, [args("int", 8, "group", group_size=64)], "packs no (64, 128) integers of 8 bits, as `config_groups`"),
         (four, [args("int", 4, "group", group_size=32)], "has 2 groups a row of 128, and `config_groups` of"),

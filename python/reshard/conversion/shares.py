@@ -16,6 +16,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import secrets
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
 MIN_CUT_BYTES = 1 << 20  # smaller files belong to one share
 _RECORD_VERSION = 5
+_TOKEN = re.compile("[0-9a-f]{16}")
 _CUT = ".cut"  # the folder of the folder of files that several shares write
 _TRIES = 8  # to make it, while other processes make and remove it
 
@@ -319,6 +321,8 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
             of_chunks = base64.b64decode(checksums, validate=True)
             worst = tuple((key, _core.NotFinite(kind)) for key, kind in not_finite)
             file = WrittenFile(n_bytes, header_bytes, checksum, of_chunks, worst)
+            if token != "" and _TOKEN.fullmatch(token) is None:  # it is the name of a folder
+                return None
             files[name] = WrittenPart(start, end, file, tuple(_core.PartSum(*one) for one in sums), token)
         if all(
             one.end <= (folder_of(folder, one.token) / name).stat().n_bytes <= one.file.n_bytes

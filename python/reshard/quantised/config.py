@@ -223,7 +223,8 @@ def _group(weights: Mapping[str, Any]) -> Group | Literal["unknown"] | None:
     strategy = _lower(weights.get("strategy"))
     strategy = strategy or ("tensor" if size is None else "channel" if size == -1 else "group")
     if isinstance(block, str):  # "128x128", as compressed-tensors reads it, too
-        block = [int(n) if n.isdecimal() else None for n in block.split("x")]
+        sizes = re.fullmatch(r"([0-9]{1,18})x([0-9]{1,18})", block)
+        block = [] if sizes is None else [int(n) for n in sizes.groups()]
     if not (isinstance(kind, str) and isinstance(strategy, str)) or type(bits) is not int:
         return None
     shared: dict[str, tuple[Any, ...]] = {"tensor": (None, None), "channel": (1, None), "group": (1, size)}

@@ -209,6 +209,20 @@ def test_the_file_of_a_stage_is_missing(tmp_path: Path, stage: int) -> None:
     refused(folder, f"is one of 3 files, and `mp_rank_{stage:02}_model_states.pt` is missing")
 
 
+def test_a_number_of_stages_that_no_run_has(tmp_path: Path) -> None:
+    folder = of_alike_layers(tmp_path / "run", is_shared=False) / "t"
+    file = folder / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=False), "mp_world_size": 10**15}, file)
+    refused(folder, "is one of 1000000000000000 files, and `mp_rank_03_model_states.pt` is missing")
+
+
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
+    layers: dict[int, nn.Module] = {0: nn.Embedding(0, 5), 1: nn.Linear(6, 6)}
+    root = stages(tmp_path / "run", [[layers[0]], [layers[1]]], layers)
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.read("0.weight").shape == (0, 5)
+
+
 def test_a_shared_module_whose_file_is_missing(tmp_path: Path) -> None:
     folder = changed(tmp_path, PIPELINE)
     for stage in (0, 1):

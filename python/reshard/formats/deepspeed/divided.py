@@ -80,9 +80,9 @@ def add_weights(folder: Location, files: DividedFiles, model: list[StateFile], t
 def _check_stages(folder: Location, names: Mapping[int, str], first: StateFile) -> None:
     """Compare the files of the stages with their recorded number."""
     n_stages = first.content.get("mp_world_size")
-    missing = [n for n in range(n_stages) if n not in names] if type(n_stages) is int else []
-    if missing:
-        name = f"mp_rank_{missing[0]:02d}_model_states.pt"
+    missing = next((n for n in range(n_stages) if n not in names), None) if type(n_stages) is int else None
+    if missing is not None:
+        name = f"mp_rank_{missing:02d}_model_states.pt"
         raise damaged(
             folder, f"{show(first.file.name)} is one of {n_stages} files, and {show(name)} is missing", _NOT_COPIED
         )
@@ -182,7 +182,7 @@ def _in_state(file: StateFile) -> list[tuple[Shape, bytes]]:
             tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
             of_file = index.add_torch_file(str(file.file), follow_links=False)
             index.add_tiles(path, dtype, shape, [_core.StoredArray(of_file, path, shape, [tile])])
-            part = (1,) * (len(shape) - 1) + tuple(min(_N_COMPARED, n) for n in shape[-1:])
+            part = (*(min(1, n) for n in shape[:-1]), *(min(_N_COMPARED, n) for n in shape[-1:]))
             request = _core.Request()
             request.add_region(path, path, (0,) * len(shape), part)
             found[number] = shape, load_all(index.plan(request, verify=False))[path].tobytes()
