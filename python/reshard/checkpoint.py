@@ -899,10 +899,11 @@ class Checkpoint:
 
     @checked
     def dequantised(self) -> Checkpoint:
-        """The same checkpoint with ordinary float32 tensors instead of quantised weights. No tensor is read.
+        """The same checkpoint with ordinary float32 tensors instead of quantised weights.
 
         The values are those of the library that owns the kind. They are computed in float32 when they are read, and
-        `dtype=` of a load rounds them once.
+        `dtype=` of a load rounds them once. No tensor is read before, except packed integers that fit two ways of
+        packing, until a set bit excludes one.
 
         Returns:
             A checkpoint that must be closed separately. Reads of parts are verified as in this checkpoint.
@@ -924,7 +925,7 @@ class Checkpoint:
 
         weights = self._quantised
         index, stored, path = self._again()
-        file = add_dequantised(index, stored, self._index, weights.values(), path)
+        file = add_dequantised(index, stored, self._index, weights.values(), path, read=self.read)
         named = {one.packed: one.name for one in weights.values()}
         taken = next((name for name in named.values() if name in self._index and name not in named), None)
         if taken is not None:

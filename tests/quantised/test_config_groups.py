@@ -194,6 +194,8 @@ def test_integers_that_stay_within_words_are_not_read_as_others(name: str, tmp_p
 def test_the_version_decides_how_integers_are_packed(tmp_path: Path) -> None:
     """20 integers of 3 bits need two words in both ways, and 8 bits in one way are as many words as 7 in the other."""
     narrow, eight = packed(RNG(1), 3, 8, 20, 1), packed(RNG(1), 8, 8, 64, 1)
+    narrow["a.weight_packed"] &= np.array([(1 << 30) - 1, (1 << 28) - 1], np.int32)  # bits that both ways fill
+    eight["a.weight_packed"] &= np.int32((1 << 28) - 1)
     rows = packed(RNG(1), 3, 20, 10, 1) | {"a.weight_zero_point": integers(RNG(2), (2, 1), np.int32)}
     three = args("int", 3, "channel")
     cases: list[tuple[Mapping[str, Array], dict[str, Any] | None, str | None, str]] = [
@@ -222,6 +224,56 @@ def test_the_version_decides_how_integers_are_packed(tmp_path: Path) -> None:
                 continue
             with checkpoint.dequantised() as plain:
                 assert plain.read("a.weight").shape == tuple(arrays["a.weight_shape"])
+
+
+def in_words(codes: Array, bits: int, *, is_loose: bool) -> Array:
+    """As `pack_to_int32` of compressed-tensors: 0.17.1, which keeps each integer in one word, or 0.18.0."""
+    each: Array = np.unpackbits(codes.astype(np.uint8)[..., None], axis=-1, bitorder="little")[..., :bits].reshape(
+        len(codes), -1
+    )
+    of_word = 32 // bits * bits if is_loose else 32
+    each = np.pad(each, ((0, 0), (0, -each.shape[1] % of_word))).reshape(len(codes), -1, of_word)
+    each = np.pad(each, ((0, 0), (0, 0), (0, 32 - of_word)))
+    return np.packbits(each, axis=-1, bitorder="little").view(np.int32)[..., 0]
+
+
+def test_a_set_bit_decides_how_integers_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits that no integer fills are 0, so one that is set excludes a way of packing."""
+    monkeypatch.setattr("reshard.quantised.dequantise._ROWS_BYTES", 64)  # one row at a time
+    eight, seven, three = (
+        RNG(1).integers(0, 256, (8, 64)),
+        RNG(1).integers(0, 128, (8, 64)),
+        RNG(1).integers(0, 8, (8, 20)),
+    )
+    seven_or_eight = (
+        "`a.weight_packed` packs integers of 7 bits, each in one word of 32 bits or 8 bits, one after the other"
+    )
+    low = np.where(np.arange(8 * 64).reshape(8, 64) == 7 * 64 + 3, 255, seven & 15)  # one bit, in the last row
+    cases: list[tuple[Array, int, bool, dict[str, Any] | None, str]] = [
+        (eight, 8, False, None, ""),
+        (low, 8, False, None, ""),
+        (seven, 7, True, None, f"{seven_or_eight}: both fit"),
+        (three, 3, False, args("int", 3, "channel"), ""),
+        (three, 3, True, args("int", 3, "channel"), "of 3 bits, each in one word of 32 bits, which is not supported"),
+    ]
+    for number, (codes, bits, is_loose, weights, message) in enumerate(cases):
+        arrays = packed(RNG(2), 8, len(codes), codes.shape[1], 1) | {
+            "a.weight_packed": in_words(codes, bits, is_loose=is_loose)
+        }
+        with reshard.open(model(tmp_path / f"{number}", arrays, weights)) as checkpoint:
+            if message:
+                with pytest.raises(UnsupportedError, match=message):
+                    checkpoint.dequantised()
+                continue
+            with checkpoint.dequantised() as plain:
+                values = (codes.astype(np.float32) - (1 << bits - 1)) * arrays["a.weight_scale"].astype(np.float32)
+                assert (plain.read("a.weight") == values).all()
+    arrays = packed(RNG(1), 3, 8, 20, 1) | {"a.weight_packed": np.full((8, 2), -1, np.int32)}
+    with (
+        reshard.open(model(tmp_path / "none", arrays, args("int", 3, "channel"))) as checkpoint,
+        pytest.raises(MismatchError, match="in its rows from 0 on bits are set that no integer fills"),
+    ):
+        checkpoint.dequantised()
 
 
 def with_targets(path: Path, *targets: list[str]) -> Path:

@@ -1,6 +1,7 @@
 """A view of a checkpoint in which quantised weights are ordinary tensors.
 
-Nothing is read to make it. The core computes the values when they are read, from regions of the parts: `add_quantised`.
+Nothing is read to make it, except packed integers that fit two ways of packing: bits that are set exclude one of them.
+The core computes the values when they are read, from regions of the parts: `add_quantised`.
 The recipes, and the order in which parts and numbers are given, are those of `rust/formats/src/quantised/recipe.rs`.
 
 Source of the rules:
@@ -19,21 +20,26 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from reshard import _core
-from reshard.errors import UnsupportedError
+from reshard.errors import MismatchError, UnsupportedError
 from reshard.quantised.kinds import KINDS
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.quantised.kinds import Quantised
+
+    ReadRows = Callable[[str, slice], np.ndarray[Any, np.dtype[Any]]]
 
 _GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M",
          "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
          "NVFP4")  # fmt: skip
 _OF_SCALES = ("F32", "BF16", "F16", "U8", "F8_E8M0", "F8_E4M3")
 _DIVIDES, _POSITIVE = 1, 2  # the global scale divides; the code of -0 is +0
+_ROWS_BYTES = 4 << 20  # of packed integers that are read at once
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
 
 
@@ -52,7 +58,13 @@ class Recipe(NamedTuple):
 
 
 def add_dequantised(
-    index: _core.Index, stored: _core.Index, source: _core.Index, weights: Iterable[Quantised], path: str
+    index: _core.Index,
+    stored: _core.Index,
+    source: _core.Index,
+    weights: Iterable[Quantised],
+    path: str,
+    *,
+    read: ReadRows,
 ) -> int:
     """Add a file with the values of quantised weights to an index, in float32 under their names.
 
@@ -62,15 +74,19 @@ def add_dequantised(
         source: the index with the parts.
         weights: the quantised weights.
         path: the name of the file in messages.
+        read: gives rows of a tensor, for packed integers that fit two ways of packing.
 
     Returns:
         The number of the file.
 
     Raises:
         UnsupportedError: the values of a kind are not known here.
+        MismatchError: packed integers have bits that they cannot have.
     """
     made = []
     for one in weights:
+        if "packings" in one.values:
+            _check_packing(one, source.shape(one.parts["weight"]), read)
         recipe = _recipe(one, source)
         keys = []
         for role, shape in recipe.parts:
@@ -115,16 +131,6 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     if one.kind in ("gptq", "awq"):
         numbers = (one.values["bits"], one.values["zero_offset"]) if one.kind == "gptq" else (one.values["group"],)
         return Recipe(one.kind, numbers, tuple(shapes.items()))
-    if "packings" in one.values:
-        ways = [f"{n} bits, {'each in one word of 32 bits' if is_loose else 'one after the other'}"
-            for n, is_loose in one.values["packings"]]  # fmt: skip
-        raise UnsupportedError(
-            f"{show(one.parts['weight'])} packs integers of {' or '.join(ways)}"
-            f"{': both fit' if len(ways) > 1 else ', which is not supported'}",
-            key=one.name,
-            hint="versions of compressed-tensors to 0.17.1 keep each integer in one word, later ones do not; "
-            "`version` in `quantization_config` of config.json decides where both fit. Dequantise it with that library",
-        )
     zeros = one.parts.get("zero_point")
     if one.kind == "int-packed" and "g_idx" not in one.parts and (zeros is None or index.info(zeros)[0] == "I32"):
         grid = shapes["scale"] if len(shapes["scale"]) == len(one.shape) else (1, 1)
@@ -143,6 +149,49 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
         key=one.name,
         hint="leave `dtype=` out; or dequantise the model with the library that wrote it first",
     )
+
+
+def _check_packing(one: Quantised, shape: Sequence[int], read: ReadRows) -> None:
+    """Refuse integers unless they are packed one after the other.
+
+    Each way of packing that fits the shape has bits that no integer fills. The library leaves them 0, so one of
+    them that is set excludes the way: any of the 4 highest bits of a word excludes 7 bits in words of their own.
+    """
+    key, ways, columns, n_words = one.parts["weight"], list(one.values["packings"]), one.shape[-1], shape[-1]
+    step = max(1, _ROWS_BYTES // (4 * n_words))
+    start = 0
+    while len(ways) > 1 and start < shape[0]:
+        seen = np.bitwise_or.reduce(read(key, slice(start, min(start + step, shape[0]))).view(np.uint32), axis=0)
+        left = [way for way in ways if not (seen & ~_filled(columns, n_words, *way)).any()]
+        if not left:
+            raise MismatchError(
+                f"{show(key)} packs integers of {_worded(ways)} by its shape, and in its rows from {start} on "
+                "bits are set that no integer fills",
+                key=key,
+                hint="the file is damaged, or was packed by another program: fetch it again",
+            )
+        ways, start = left, start + step
+    if ways == [(one.values["bits"], False)]:
+        return
+    raise UnsupportedError(
+        f"{show(key)} packs integers of {_worded(ways)}{': both fit' if len(ways) > 1 else ', which is not supported'}",
+        key=one.name,
+        hint="versions of compressed-tensors to 0.17.1 keep each integer in one word, later ones do not; "
+        "`version` in `quantization_config` of config.json decides where both fit. Dequantise it with that library",
+    )
+
+
+def _worded(ways: Iterable[tuple[int, bool]]) -> str:
+    return " or ".join(
+        f"{n} bits, {'each in one word of 32 bits' if is_loose else 'one after the other'}" for n, is_loose in ways
+    )
+
+
+def _filled(columns: int, n_words: int, bits: int, is_loose: bool) -> np.ndarray[Any, np.dtype[np.uint32]]:  # noqa: FBT001
+    """The bits of each word of a row that integers fill."""
+    of_word = 32 // bits * bits if is_loose else 32
+    last = columns * bits - of_word * (n_words - 1)
+    return np.array([(1 << of_word) - 1] * (n_words - 1) + [(1 << last) - 1], np.uint32)
 
 
 def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]], index: _core.Index) -> Recipe | None:
