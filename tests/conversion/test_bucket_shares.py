@@ -248,6 +248,27 @@ def test_a_share_that_is_called_again_after_the_publication_replaces_nothing(
     assert is_whole(target)
 
 
+@pytest.mark.parametrize("hook", ["before", "after"])
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_share_that_creates_its_claim_after_the_publication_replaces_nothing(
+    bucket: tuple[Location, Proxy], source: Path, hook: str
+) -> None:
+    target, proxy = bucket
+    assert share(source, target, 0, overwrite=True).pending == (1,)
+    first: dict[str, object] = {}
+
+    def publish(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and ".convert.staging" in unquote(path):
+            setattr(proxy, hook, None)
+            assert share(source, target, 1, overwrite=True).pending == ()
+            first.update({name: (target / name).stat().identity for name in objects_of(target)})
+
+    setattr(proxy, hook, publish)
+    assert share(source, target, 0, overwrite=True).pending == ()
+    assert first
+    assert {name: (target / name).stat().identity for name in objects_of(target)} == first
+
+
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_share_whose_conversion_was_taken_over_does_not_say_that_it_is_published(
     bucket: tuple[Location, Proxy], source: Path

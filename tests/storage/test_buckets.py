@@ -135,7 +135,9 @@ def test_an_unfinished_or_damaged_iteration_of_a_bucket_is_skipped(s3: S3Server,
 def test_verify_diff_convert_and_init_from_read_a_bucket(s3: S3Server, prefix: str, tmp_path: Path) -> None:
     tensors = save_run(tmp_path / "run")
     url = s3.upload(tmp_path / "run", prefix)
-    assert reshard.verify(url).ok
+    report = reshard.verify(url)
+    assert report.ok
+    assert all("no run saves into this root" in str(one.not_recorded) for one in report.checkpoints)
     assert reshard.diff(url, tmp_path / "run").equal
     assert not reshard.diff(f"{url}/iteration_00000010", url).equal
     reshard.convert(url, tmp_path / "w.safetensors")

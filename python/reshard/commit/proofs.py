@@ -104,7 +104,7 @@ def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -
         fault: the fault; None: there is none.
 
     Raises:
-        StorageError: the folder changed during the comparison, or the system failed.
+        StorageError: the folder changed during the comparison, is a copy in a bucket, or the system failed.
     """
     if state_of(folder, manifest) != state:
         raise StorageError(f"{show(str(folder))} changed while it was verified", path=str(folder))
@@ -113,8 +113,12 @@ def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -
     content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
     is_there = path.exists()
-    # A root that was copied into a bucket is only read there.
     is_log = generation_of(folder.name) is not None and path.parent.objects is not None
+    if not is_log and not path.parent.is_local:
+        raise StorageError(
+            f"{show(str(path))} is not written: no run saves into this root, which was copied into a bucket",
+            path=str(path),
+        )
     if not is_log and not path.parent.store.is_writable(path.parent.path):
         what = ", the record of an earlier result, cannot be replaced" if is_there else " cannot be written"
         raise StorageError(

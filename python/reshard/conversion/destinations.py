@@ -519,6 +519,9 @@ def _publish_shares(
         elif bucket.claim(names, overwrite=job.overwrite, digest=shared.folder.name, joins=shared.spread is None):
             try:
                 bucket.check_claim()
+                if shared.spread is None and shares.is_published(all_names):  # by others, before this claim was made
+                    bucket.undo()
+                    return Written(job.target, 0, 0)
                 shares.remove()
                 if job.overwrite:
                     bucket.clear(is_replaced)
