@@ -38,8 +38,8 @@ from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.commit.manifest import CHECKSUMS_FILE, CHUNK_BYTES
 from reshard.commit.writer_mark import SPELT
 from reshard.formats.checkpoint2 import save as save_of_checkpoint2
-from reshard.formats.checkpoint2.iteration import write_descriptions
-from reshard.formats.checkpoint2.names import METADATA_TABLE_FILE
+from reshard.formats.checkpoint2.iteration import Kept, write_descriptions
+from reshard.formats.checkpoint2.names import METADATA_FILE, METADATA_TABLE_FILE
 from reshard.formats.checkpoint2.planning import plan_iteration
 from reshard.layout import ModelLayout
 from reshard.ranks import messages, recurring
@@ -286,21 +286,57 @@ def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     return {"total": sum(seconds.values()), **seconds}
 
 
-def reports_of_saves(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa: ARG001
-    """What rank 0 sends and gets when ranks report what they hold, in three saves, and its seconds of the processor.
-
-    The ranks are the 16 stages of a pipeline, each of which holds so many tensors, divided in eight; eight ranks are on
-    a host.
-    """
+def pipeline(n_ranks: int, n_tensors: int) -> tuple[list[RankFacts], ModelLayout]:
+    """The 16 stages of a pipeline, each of which holds so many tensors, divided in eight; eight ranks are on a host."""
     shape = {"mesh": {"pp": 16, "dp": n_ranks // 128, "tp": 8}}
     rules = [{"match": "*", "cut": ["tp"]}]
     place = [{"match": f"stage{i}.*", "axis": "pp", "at": i} for i in range(16)]
-    layout = ModelLayout.from_mapping(shape | {"rules": rules, "place": place})
     stages = [
         Facts.of(Fact(f"stage{stage}.{key(i)}", "model", "F32", (1, ROW)) for i in range(n_tensors))
         for stage in range(16)
     ]
     reports = [RankFacts(f"host{rank // 8}", {}, stages[rank * 16 // n_ranks]) for rank in range(n_ranks)]
+    return reports, ModelLayout.from_mapping(shape | {"rules": rules, "place": place})
+
+
+def files_of_saves(root: Path, n_ranks: int, n_tensors: int, is_divided_by_all: int) -> Figures:
+    """What rank 0 writes beside its shards in three saves of a pipeline, and its seconds of the processor.
+
+    Or of tensors that all ranks divide. A shard file has 256 MiB, a hole.
+    """
+    if is_divided_by_all:
+        own = RankFacts("host", {}, Facts.of(Fact(key(i), "model", "F32", (1, ROW)) for i in range(n_tensors)))
+        reports, layout = [own] * n_ranks, ModelLayout.from_mapping(layout_of(n_ranks))
+    else:
+        reports, layout = pipeline(n_ranks, n_tensors)
+    plan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
+    kept, figures = Kept(), Figures()
+    n_bytes = 256 << 20
+    for number, name in enumerate(("first", "second", "third"), 1):
+        attempt = protocol.begin(locate(root), number, durable=False)
+        records = {}
+        for file in plan.files:
+            with (Path(str(attempt.staging)) / file.name).open("wb") as out:
+                out.truncate(n_bytes)
+            checksums = os.urandom(n_bytes // CHUNK_BYTES * 4)
+            records[file.name] = WrittenFile(n_bytes, 4096, 0, checksums), file.rank
+        start = time.process_time()
+        described = write_descriptions(plan, attempt.staging, mode=0o644, kept=kept)
+        written = time.process_time()
+        manifest = protocol.seal(attempt, records, world_size=n_ranks, known=described)
+        figures |= {f"{name}: described s": written - start, f"{name}: sealed s": time.process_time() - written}
+        protocol.publish(attempt, manifest)
+    sizes = {path.name: path.stat().st_size for path in Path(str(attempt.folder)).iterdir()}
+    for file_name in (METADATA_FILE, METADATA_TABLE_FILE, CHECKSUMS_FILE, MANIFEST_FILE):
+        figures[f"MB of {file_name}"] = sizes.get(file_name, 0) / 1e6  # a small one has no table
+    protocol.release(locate(root))
+    shutil.rmtree(root)
+    return figures
+
+
+def reports_of_saves(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa: ARG001
+    """What rank 0 sends and gets when ranks of a pipeline report what they hold, in three saves, and its seconds."""
+    reports, layout = pipeline(n_ranks, n_tensors)
     orders = None
 
     def plan(found: list[RankFacts]) -> Any:
@@ -507,6 +543,8 @@ def main() -> None:
             report(f"coordinator of a save, {shape} (s)", coordinate, None, *sizes)
             if n_ranks % 128 == 0:
                 report(f"reports of three saves, {shape} of each rank", reports_of_saves, None, *sizes)
+                report(f"files of three saves, {shape} of each rank", files_of_saves, None, *sizes, 0)
+            report(f"files of three saves, {shape}", files_of_saves, None, *sizes, 1)
             make_as_of_others(root)
             report(f"the same tree without manifest, {shape} (s)", open_and_load, root, *sizes)
             for n_layers in (1, 8):

@@ -130,7 +130,7 @@ def test_the_table_of_any_file_has_its_content(
     path = tmp_path_factory.mktemp("one") / "metadata.json"
     plan = assign(shards_of(records, mesh), mesh.ranks, dedup=dedup)
     with mock.patch.object(metadata, "MIN_TABLE_BYTES", 0):
-        entry, table = write_metadata(locate(path), Records.of(records), mesh, plan, durable=False)
+        entry, table, _ = write_metadata(locate(path), Records.of(records), mesh, plan, durable=False)
     data = path.read_bytes()
     assert entry == manifests.PlainEntry(len(data), manifests.digest_of(data))
     from_text, from_table = both(data)

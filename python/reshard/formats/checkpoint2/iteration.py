@@ -11,15 +11,16 @@ import contextlib
 import functools
 import math
 import threading
+import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
-from reshard.commit.manifest import MAX_FILES, PlainEntry, digest_of
+from reshard.commit.manifest import MAX_FILES, PlainEntry, digest_of, new_digest
 from reshard.errors import CoverageError, ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import inexpressible, reasons_of, write_metadata
+from reshard.formats.checkpoint2.metadata import WrittenMetadata, inexpressible, reasons_of, write_metadata
 from reshard.formats.checkpoint2.shards import (
     FilePlan,
     HeldGrid,
@@ -36,7 +37,7 @@ from reshard.values.words import listed, show
 from reshard.write.contents import DtypeAndPart, FileContent
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout import BoundLayout
     from reshard.layout.partition import TensorLayout
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Descriptions",
     "IterationPlan",
+    "Kept",
     "Region",
     "check_copies",
     "describe_cut",
@@ -56,6 +58,8 @@ __all__ = [
 
 _MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
 _MAX_COPIES = 1 << 14
+_MAX_KEPT_BYTES = 32 << 20  # of each file, for later saves
+_UNPACKED_BYTES = 1 << 20
 _MANY_LINES = 4096  # of tensors and files: they take milliseconds, and starting a thread takes a tenth of one
 NOT_EXPRESSED = "metadata.json cannot express the layout"
 """Begins the warning about tensors that only this package reads."""
@@ -258,13 +262,29 @@ def check_copies(plan: IterationPlan) -> None:
             )
 
 
-def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> dict[str, PlainEntry | None]:
+@dataclass
+class Kept:
+    """What was written of a plan before: later saves of it need not make it again.
+
+    Attributes:
+        metadata: of metadata.json.
+        tiles: size and digest of tiles.json, and its text, compressed.
+    """
+
+    metadata: WrittenMetadata | None = None
+    tiles: tuple[PlainEntry, bytes] | None = None
+
+
+def write_descriptions(
+    plan: IterationPlan, folder: Location, *, mode: int, kept: Kept | None = None
+) -> dict[str, PlainEntry | None]:
     """Write metadata.json with its table, and tiles.json where the plan has one. They are not synced.
 
     Args:
         plan: the plan of the iteration.
         folder: the staging folder of the iteration.
         mode: permission bits of the files, less the umask.
+        kept: of this plan, for later saves; None: there are none.
 
     Returns:
         Size and digest of each, by name; None: they are not known.
@@ -280,26 +300,64 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> d
         prefix=plan.prefix,
         mode=mode,
         durable=False,
+        known=None if kept is None else kept.metadata,
     )
+    if kept is not None and len(metadata.table or b"") <= _MAX_KEPT_BYTES:
+        kept.metadata = metadata
     written: dict[str, PlainEntry | None] = {checkpoint2.METADATA_FILE: metadata.entry}
     if metadata.table is not None:
         (folder / checkpoint2.METADATA_TABLE_FILE).replace(metadata.table, mode, durable=False)
         written[checkpoint2.METADATA_TABLE_FILE] = PlainEntry(len(metadata.table), digest_of(metadata.table))
     if plan.tiles is not None:
-        tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
-        written[tiles.TILES_FILE] = None
+        written[tiles.TILES_FILE] = _write_tiles(plan.tiles, folder / tiles.TILES_FILE, mode, kept)
     return written
+
+
+def _write_tiles(content: tiles.TilesFile, path: Location, mode: int, kept: Kept | None) -> PlainEntry | None:
+    """Write tiles.json. Its text is kept: for many ranks, encoding it takes seconds."""
+    if kept is None:
+        tiles.write(path, content, mode, durable=False)
+        return None
+    if kept.tiles is not None:
+        entry, packed = kept.tiles
+        with contextlib.suppress(zlib.error), path.writing(mode, durable=False) as file:
+            for piece in _unpacked(packed):
+                file.write(piece)
+            return entry
+    kept.tiles = None  # memory was damaged: it is encoded again
+    digest, n_bytes, packer, parts = new_digest(), 0, zlib.compressobj(1), []
+    with path.writing(mode, durable=False) as file:
+        for piece in tiles.pieces(content):
+            digest.update(piece)
+            n_bytes += file.write(piece)
+            parts.append(packer.compress(piece))
+    entry = PlainEntry(n_bytes, digest.hexdigest())
+    packed = b"".join([*parts, packer.flush()])
+    if len(packed) <= _MAX_KEPT_BYTES:
+        kept.tiles = entry, packed
+    return entry
+
+
+def _unpacked(packed: bytes) -> Iterator[bytes]:
+    """The text of `zlib.compress`, in pieces. Raises zlib.error at the end if its checksum differs."""
+    unpacker = zlib.decompressobj()
+    while packed:
+        yield unpacker.decompress(packed, _UNPACKED_BYTES)
+        packed = unpacker.unconsumed_tail
+    yield unpacker.flush()
+    if not unpacker.eof:
+        raise zlib.error("the text has no end")
 
 
 class Descriptions:
     """The files of `write_descriptions`. After `start`, a thread writes long ones beside the shard files.
 
     Args:
-        plan, folder, mode: as for `write_descriptions`.
+        plan, folder, mode, kept: as for `write_descriptions`.
     """
 
-    def __init__(self, plan: IterationPlan, folder: Location, *, mode: int) -> None:
-        self._write = functools.partial(write_descriptions, plan, folder, mode=mode)
+    def __init__(self, plan: IterationPlan, folder: Location, *, mode: int, kept: Kept | None = None) -> None:
+        self._write = functools.partial(write_descriptions, plan, folder, mode=mode, kept=kept)
         self._is_long = len(plan.records.names) + len(plan.files) >= _MANY_LINES
         self._writing = threading.Lock()
         self._outcome: Future[dict[str, PlainEntry | None]] = Future()

@@ -107,10 +107,12 @@ class WrittenMetadata(NamedTuple):
         entry: size and digest of the file.
         table: the binary table of a large file, which is stored beside it, so that ranks need not read and decode the
             text; its form is in `rust/formats/src/metadata/table.rs`. None: the file is small.
+        checksum: crc32c of the file.
     """
 
     entry: PlainEntry
     table: bytes | None
+    checksum: int
 
 
 def write_metadata(
@@ -122,11 +124,15 @@ def write_metadata(
     prefix: str | None = None,
     mode: int = 0o666,
     durable: bool = True,
+    known: WrittenMetadata | None = None,
 ) -> WrittenMetadata:
     """Write `metadata.json` atomically and in pieces: a large file is never in memory as a whole.
 
     It is written without indentation: the copies of replicated shards make the file grow with the square of the number
     of ranks, and with indentation each number would have a line of its own.
+
+    The digest takes more time than the text and the file together: a save that repeats an earlier one compares a
+    checksum instead.
 
     Args:
         path: the file.
@@ -136,6 +142,7 @@ def write_metadata(
         prefix: the prefix of the shard files.
         mode: permission bits before the umask is applied.
         durable: whether the file and its folder are synced.
+        known: what was written before of the same records, mesh, plan and prefix.
 
     Raises:
         UnsupportedError: a record is inexpressible.
@@ -148,13 +155,20 @@ def write_metadata(
             key = records.names[records.kind_of.index(number)]
             raise UnsupportedError(f"metadata.json cannot describe {show(key)}: {reason}", key=key)
     encoder = _encoder(records, mesh, plan, prefix)
-    digest, n_bytes = new_digest(), 0
+    digest, checksum, n_bytes = new_digest(), 0, 0
     with path.writing(mode, durable=durable) as file:
         for piece in encoder:
-            digest.update(piece)
+            if known is None:
+                digest.update(piece)
+            checksum = _core.crc32c(piece, checksum)
             n_bytes += file.write(piece)
-    entry = PlainEntry(n_bytes, digest.hexdigest())
-    return WrittenMetadata(entry, encoder.table(entry.digest) if n_bytes >= MIN_TABLE_BYTES else None)
+    if known is None:
+        entry = PlainEntry(n_bytes, digest.hexdigest())
+        table = encoder.table(entry.digest) if n_bytes >= MIN_TABLE_BYTES else None
+        return WrittenMetadata(entry, table, checksum)
+    if (n_bytes, checksum) != (known.entry.n_bytes, known.checksum):  # memory was damaged, now or before
+        return write_metadata(path, records, mesh, plan, prefix=prefix, mode=mode, durable=durable)
+    return known
 
 
 def _encoder(records: Records, mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> _core.MetadataEncoder:

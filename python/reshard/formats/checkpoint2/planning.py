@@ -280,10 +280,13 @@ def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
         24
     """
     n_bytes = 0
+    files: dict[int, list[Sequence[str]]] = {}
+    for file in plan.files:
+        files.setdefault(file.rank, []).append(file.arrays)
     for rank, facts in enumerate(ranks):
         arrays = facts.arrays
         sizes = [kind.n_bytes for kind in arrays.kinds]
-        written = [file.arrays for file in plan.files if file.rank == rank]
+        written = files.get(rank, [])
         numbers: Iterable[int] = arrays.kind_of
         if sum(map(len, written)) < len(arrays.names):
             number_of = dict(zip(arrays.names, arrays.kind_of, strict=True))

@@ -22,7 +22,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError,
 from reshard.formats import health
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED, Descriptions, check_copies
+from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED, Descriptions, Kept, check_copies
 from reshard.formats.checkpoint2.planning import plan_iteration, planned_bytes
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.replicas import is_any_of
@@ -69,11 +69,12 @@ class _Orders:
 
 
 class _Plan(NamedTuple):
-    """What follows from the reports: the iteration, bytes of all its arrays, and the orders of the ranks."""
+    """What follows from the reports: the iteration, bytes of its arrays, the orders, and what later saves use again."""
 
     iteration: IterationPlan
     n_bytes: int
     orders: _Orders
+    kept: Kept
 
 
 class _BegunMessage(NamedTuple):
@@ -127,7 +128,7 @@ class Checkpoint2Draft(Draft[RankFacts, _Orders, _BegunMessage, _Records]):
             if not dedup:
                 check_copies(plan)
             replicas = Replicas.of(plan.holders if check_replicas else {}, reports)
-            return _Plan(plan, planned_bytes(plan, reports), _Orders(plan.files, replicas))
+            return _Plan(plan, planned_bytes(plan, reports), _Orders(plan.files, replicas), Kept())
 
         plan = _plans.get(
             [plan_key(reports), layout_key(reports, layout), [prefix, dedup, strict, check_replicas]], make
@@ -182,7 +183,8 @@ class Checkpoint2Planned(Planned[_Orders, _BegunMessage, _Records]):
                     reads_back = retention.must_read_back(
                         task.root, task.iteration, options.retention.keep, entries=attempt.entries, cache=cache
                     )
-            descriptions = Descriptions(self.plan.iteration, attempt.staging, mode=task.file_mode)
+            plan = self.plan
+            descriptions = Descriptions(plan.iteration, attempt.staging, mode=task.file_mode, kept=plan.kept)
             begun = Checkpoint2Begun(
                 _BegunMessage(str(attempt.staging), reads_back), self, attempt, descriptions, cache
             )
@@ -216,7 +218,8 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
     def with_plan(self, planned: Checkpoint2Planned) -> Checkpoint2Begun:
         """The same save with another plan: of the same files, with other arrays."""
         self.descriptions.stop()
-        descriptions = Descriptions(planned.plan.iteration, self.attempt.staging, mode=planned.task.file_mode)
+        plan, mode = planned.plan, planned.task.file_mode
+        descriptions = Descriptions(plan.iteration, self.attempt.staging, mode=mode, kept=plan.kept)
         return replace(self, planned=planned, descriptions=descriptions)
 
     def publish(

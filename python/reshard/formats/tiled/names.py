@@ -29,7 +29,7 @@ from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.storage.location import Location
 
@@ -144,21 +144,26 @@ def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *
         StorageError: the operating system reported an error; the file that was there before is unchanged.
     """
     with locate(path).writing(mode, durable=durable) as file:
-        file.write(f'{{"version":{_VERSION},\n"layout":{_dump(content.layout)},\n"tensors":{{'.encode())
-        comma = ""
-        for key, tensor in content.tensors.items():
-            value = {
-                "dtype": tensor.dtype,
-                "shape": tensor.shape,
-                "overlapping": tensor.overlapping,
-                "stored": [
-                    {"file": one.file, "name": one.name, "shape": one.shape, "tiles": one.tiles}
-                    for one in tensor.stored
-                ],
-            }
-            file.write(f"{comma}\n{_dump(key)}:{_dump(value)}".encode())
-            comma = ","
-        file.write(b"}}\n")
+        for piece in pieces(content):
+            file.write(piece)
+
+
+def pieces(content: TilesFile) -> Iterator[bytes]:
+    """The text of the file, tensor by tensor."""
+    yield f'{{"version":{_VERSION},\n"layout":{_dump(content.layout)},\n"tensors":{{'.encode()
+    comma = ""
+    for key, tensor in content.tensors.items():
+        value = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "overlapping": tensor.overlapping,
+            "stored": [
+                {"file": one.file, "name": one.name, "shape": one.shape, "tiles": one.tiles} for one in tensor.stored
+            ],
+        }
+        yield f"{comma}\n{_dump(key)}:{_dump(value)}".encode()
+        comma = ","
+    yield b"}}\n"
 
 
 # One encoder: `json.dumps` with options makes one in each call, and it is called for every tensor.
