@@ -337,6 +337,23 @@ def test_two_names_of_the_state_of_one_object_are_refused() -> None:
     assert found == {"scheduler": {"last_epoch": 3, "gamma": 4}}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"scheduler": 5, "scheduler.x": 3},
+        {"scheduler.b": 2, "scheduler": {"a": 1}},
+        {"scheduler.x.y": 2, "scheduler.x": None},
+        {"scheduler.x": [1], "scheduler.x.y.z": 2},
+    ],
+    ids=str,
+)
+def test_a_value_inside_of_another_one_is_refused(values: dict[str, object]) -> None:
+    one, other = values
+    message = f"`{one}` and `{other}` of the checkpoint are state of `scheduler` of the run, and one of them is inside"
+    with pytest.raises(MismatchError, match=message):
+        translated(["w"], Values(values), Live(["w"], [], ["scheduler"]))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_counters_of_steps_that_differ_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"model": net().state_dict(), "step": 400, "global_step": 100, "epoch": 2}

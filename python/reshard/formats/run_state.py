@@ -620,6 +620,8 @@ def _objects(
     """
     left = {str(values.path(name)[0]) for name in values.by_name if name not in used and name not in places}
     source: dict[str, str] = {}
+    first: dict[tuple[str | int, ...], str] = {}  # the first name with a path, or with one below it
+    ends: set[tuple[str | int, ...]] = set()
     for name, (owner, rest, start) in places.items():
         if name in used:
             continue
@@ -630,14 +632,21 @@ def _objects(
                 key=at,
                 hint="save the checkpoint with one of them alone",
             )
-        value = values.by_name.get(name)
-        if not rest:
-            found[owner] = value
-            continue
-        inner = found.setdefault(owner, {})
-        for step in rest[:-1]:
+        inner, path = found, (owner, *rest)
+        above = [path[:n] for n in range(1, len(path))]
+        other = next((first[one] for one in above if one in ends), first.get(path))
+        if other is not None:
+            raise MismatchError(
+                f"{show(other)} and {show(name)} of the checkpoint are state of {show(owner)} of the run, and one of "
+                "them is inside of the other",
+                key=name,
+                hint="save the checkpoint with one of them alone",
+            )
+        ends.add(path)
+        first |= {one: first.get(one, name) for one in (*above, path)}
+        for step in path[:-1]:
             inner = inner.setdefault(step, {})
-        inner[rest[-1]] = value
+        inner[path[-1]] = values.by_name.get(name)
     for owner, value in found.items():
         found[owner] = _with_lists(value)
     return left
