@@ -632,7 +632,8 @@ def _objects(
                 key=at,
                 hint="save the checkpoint with one of them alone",
             )
-        inner, path = found, (owner, *rest)
+        path: tuple[str | int, ...] = (owner, *rest)
+        inner: dict[Any, Any] = found
         above = [path[:n] for n in range(1, len(path))]
         other = next((first[one] for one in above if one in ends), first.get(path))
         if other is not None:

@@ -191,7 +191,9 @@ def _filled(columns: int, n_words: int, bits: int, is_loose: bool) -> np.ndarray
     """The bits of each word of a row that integers fill."""
     of_word = 32 // bits * bits if is_loose else 32
     last = columns * bits - of_word * (n_words - 1)
-    return np.array([(1 << of_word) - 1] * (n_words - 1) + [(1 << last) - 1], np.uint32)
+    filled = np.full(n_words, (1 << of_word) - 1, np.uint32)
+    filled[-1] = (1 << last) - 1
+    return filled
 
 
 def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]], index: _core.Index) -> Recipe | None:

@@ -318,8 +318,8 @@ def _write_tiles(content: tiles.TilesFile, path: Location, mode: int, kept: Kept
     if kept is None:
         tiles.write(path, content, mode, durable=False)
         return None
-    if kept.tiles is not None:
-        entry, packed = kept.tiles
+    if (known := kept.tiles) is not None:
+        entry, packed = known
         with contextlib.suppress(zlib.error), path.writing(mode, durable=False) as file:
             for piece in _unpacked(packed):
                 file.write(piece)
