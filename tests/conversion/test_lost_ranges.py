@@ -15,6 +15,7 @@ from reshard.conversion import destinations, shares
 from reshard.errors import DamagedFileError, StorageError
 from reshard.storage.changes import make_folders
 from reshard.storage.location import locate
+from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +113,34 @@ def test_a_folder_of_shares_that_was_removed_is_not_made_by_a_share(tmp_path: Pa
     (folder / ".cut" / token / "c").unlink()
     assert shares.made_once(locate(folder), ["a/b", "c"], mode=0o640, folder_mode=0o750) != token
     assert len([path for path in folder.rglob("*") if path.is_file()]) == 2
+
+
+def test_ranges_of_different_files_are_no_file() -> None:
+    file = WrittenFile(12, 8, 0, b"abcdefgh")
+    for tokens, is_one in ((("a", "a"), True), (("a", "b"), False)):
+        parts = [
+            shares.WrittenPart(start, start + 6, file, (), token) for start, token in zip((0, 6), tokens, strict=True)
+        ]
+        assert (shares.joined(parts) is not None) == is_one
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize(("name", "to"), [("one.pt", None), ("one", "huggingface")])
+def test_what_a_publisher_that_was_killed_has_left_is_removed(tmp_path: Path, source: Path, name: str, to: Any) -> None:
+    dst = tmp_path / "out" / name
+    reshard.convert(source, dst, to=to, share=(0, 2))
+    left = folder_of_shares(dst) / "published"
+    if to is None:
+        left.write_bytes(b"some")
+    else:
+        left.mkdir()
+        (left / "some").write_bytes(b"some")
+    assert reshard.convert(source, dst, to=to, share=(1, 2)).pending == ()
+    assert [path.name for path in dst.parent.iterdir()] == [name]
+    with reshard.open(source) as expected, reshard.open(dst) as found:
+        assert {key: found.read(key).tobytes() for key in found} == {
+            key: expected.read(key).tobytes() for key in expected
+        }
 
 
 CHANGES: dict[str, dict[str, Any]] = {

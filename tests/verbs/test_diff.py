@@ -73,6 +73,11 @@ def test_values(a: np.ndarray, b: np.ndarray, expected: Any, tmp_path: Path) -> 
     assert not report.equal
 
 
+def test_the_change_of_integers_is_exact(tmp_path: Path) -> None:
+    (found,) = report_of(tmp_path, {"w": np.array([2**62 + 1])}, {"w": np.array([2**62])}).differences
+    assert (found.norm_change, found.change) == (1.0, 2.0**-62)
+
+
 def test_other_bits_of_a_nan_are_a_difference_without_a_size(tmp_path: Path) -> None:
     a, b = (np.array([bits], np.uint32).view(np.float32) for bits in (0x7FC00000, 0x7FC00001))
     (found,) = report_of(tmp_path, {"w": a}, {"w": b}).differences
