@@ -31,7 +31,7 @@ use crate::check::finite::{Finder, NotFinite};
 use crate::check::verify::{verifies_files, verify_files};
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::files::checksum::{Checksums, crc32c};
+use crate::files::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::files::header::Header;
 use crate::files::source::is_url;
 use crate::planning::plan::{Array, Plan};
@@ -97,9 +97,9 @@ pub trait Sink: Sync + Sized {
         Ok(usize::MAX)
     }
 
-    /// Makes the file visible under its name. All bytes have been written. Returns what identifies its version, if it has
-    /// such a text.
-    fn publish(self) -> Result<Option<String>>;
+    /// Makes the file visible under its name. All bytes have been written. Returns what identifies its version, or the
+    /// versions of the parts of an object; nothing for a local file.
+    fn publish(self) -> Result<Vec<String>>;
 }
 
 /// The destination of an object, see [`Sink`].
@@ -110,8 +110,8 @@ pub trait ObjectSink: Sync {
     /// See [`Sink::n_at_once`].
     fn n_at_once(&self, memory_bytes: u64) -> Result<usize>;
 
-    /// See [`Sink::publish`]: its `ETag`.
-    fn publish(self: Box<Self>) -> Result<Option<String>>;
+    /// See [`Sink::publish`]: its `ETag`. Of parts, what the service says of each, in their order.
+    fn publish(self: Box<Self>) -> Result<Vec<String>>;
 }
 
 impl Sink for Box<dyn ObjectSink + '_> {
@@ -123,33 +123,39 @@ impl Sink for Box<dyn ObjectSink + '_> {
         (**self).n_at_once(memory_bytes)
     }
 
-    fn publish(self) -> Result<Option<String>> {
+    fn publish(self) -> Result<Vec<String>> {
         self.publish()
     }
 }
 
-/// Begins to write an object of a size, by its URL.
-type BeginObject = for<'a> fn(&Path, u64, &'a Control) -> Result<Box<dyn ObjectSink + 'a>>;
+/// An object that is being written.
+type OpenObject<'a> = Result<Box<dyn ObjectSink + 'a>>;
 
-static BEGIN_OBJECT: OnceLock<BeginObject> = OnceLock::new();
-
-/// Sets what writes objects outside the local file system. The first call counts.
-pub fn set_object_writer(begin: BeginObject) {
-    BEGIN_OBJECT.get_or_init(|| begin);
+/// What writes objects outside the local file system.
+#[derive(Debug, Clone, Copy)]
+pub struct ObjectWriter {
+    /// Begins to write an object of a size, by its URL.
+    pub begin: for<'a> fn(&Path, u64, &'a Control) -> OpenObject<'a>,
+    /// Opens an upload with an ID, into which other processes send parts, too. It publishes nothing.
+    pub open_upload: for<'a> fn(&Path, u64, &str, &'a Control) -> OpenObject<'a>,
+    /// The size of the parts of an object of a size.
+    pub part_bytes: fn(u64) -> u64,
 }
 
-fn begin_object<'a>(
-    path: &Path,
-    n_bytes: u64,
-    control: &'a Control,
-) -> Result<Box<dyn ObjectSink + 'a>> {
-    let Some(begin) = BEGIN_OBJECT.get() else {
+static OBJECT_WRITER: OnceLock<ObjectWriter> = OnceLock::new();
+
+/// Sets what writes objects. The first call counts.
+pub fn set_object_writer(writer: ObjectWriter) {
+    OBJECT_WRITER.get_or_init(|| writer);
+}
+
+fn object_writer(path: &Path) -> Result<&'static ObjectWriter> {
+    OBJECT_WRITER.get().ok_or_else(|| {
         let message = "this build of reshard writes local files only";
-        return Err(Error::new(Kind::Unsupported, message)
+        Error::new(Kind::Unsupported, message)
             .path(path)
-            .hint("install a wheel of reshard, or build it with the feature `remote`"));
-    };
-    begin(path, n_bytes, control)
+            .hint("install a wheel of reshard, or build it with the feature `remote`")
+    })
 }
 
 /// A file that was written.
@@ -210,7 +216,8 @@ pub fn write(
 ) -> Result<Written> {
     let content = Content::of_options(plan, options).map_err(|error| error.path(path))?;
     if is_url(path) {
-        let create = |n_bytes| begin_object(path, n_bytes, control);
+        let writer = object_writer(path)?;
+        let create = |n_bytes| (writer.begin)(path, n_bytes, control);
         return write_content(&content, create, buffers, control);
     }
     let create = |n_bytes| TemporaryFile::create(path, n_bytes, options);
@@ -249,11 +256,19 @@ pub struct WrittenPart {
     pub not_finite: Vec<(String, NotFinite)>,
     /// Of the arrays in the part, if the container has sums.
     pub sums: Vec<SumOfPart>,
+    /// Of an object, what the service says of each part of the upload, in their order.
+    pub sent: Vec<String>,
+    /// Of an object, the number of the first part of the upload, from 0.
+    pub first_sent: u64,
 }
 
 /// Writes a part of the file that [`write()`] writes, into a file that is there and that other processes fill at the same
-/// time. The parts of a file are given by positions in the bytes of its arrays; those that follow each other there do so
-/// in the file. The sums of arrays are left out: [`write_sums`] writes them when all parts are there.
+/// time, or into an upload in parts. The parts of a file are given by positions in the bytes of its arrays; those that
+/// follow each other there do so in the file. The sums of arrays are left out: [`write_sums`] writes them when all parts
+/// are there.
+///
+/// # Arguments
+/// `upload` - the ID of the upload of an object, which has no sums. A part begins with a part of the upload.
 ///
 /// # Errors
 /// As [`write()`]; what was written stays.
@@ -262,24 +277,41 @@ pub fn write_part(
     plan: &Plan<'_>,
     options: &Options,
     part: Range<u64>,
+    upload: Option<&str>,
     buffers: &mut Buffers,
     control: &Control,
 ) -> Result<WrittenPart> {
     let content = Content::of_options(plan, options).map_err(|error| error.path(path))?;
-    if is_url(path) || part.start > part.end {
-        let message = "only a local file is written in parts";
+    let has_sums = !content.container.sums.is_empty();
+    if part.start > part.end || is_url(path) != upload.is_some() || (has_sums && upload.is_some()) {
+        let message = "a local file is written in parts, or an upload of an object without sums";
         return Err(Error::new(Kind::Argument, message).path(path));
     }
-    let range = content.position(part.start)..content.position(part.end);
-    let create = |_| temporary::FilePart::open(path, range.clone(), options);
-    let written = write_range(&content, &range, create, buffers, control)?;
+    let n_bytes = content.n_bytes();
+    let range_of = |unit| content.position(part.start, unit)..content.position(part.end, unit);
+    let (range, unit, written) = if let Some(id) = upload {
+        let writer = object_writer(path)?;
+        let unit = (writer.part_bytes)(n_bytes);
+        let range = range_of(unit);
+        let create = |_| (writer.open_upload)(path, n_bytes, id, control);
+        let written = write_range(&content, &range, create, buffers, control)?;
+        (range, unit, written)
+    } else {
+        let unit = CHUNK_BYTES as u64;
+        let range = range_of(unit);
+        let create = |_| temporary::FilePart::open(path, range.clone(), options);
+        let written = write_range(&content, &range, create, buffers, control)?;
+        (range, unit, written)
+    };
     let mut sums = Vec::new();
     if !content.container.sums.is_empty() {
         let arrays = content.arrays_in(&range).into_iter();
         sums.extend(arrays.map(|(array, n_bytes)| (array, n_bytes, written.crcs[array])));
     }
     Ok(WrittenPart {
-        n_bytes: content.n_bytes(),
+        n_bytes,
+        first_sent: range.start / unit,
+        sent: written.identities,
         header_bytes: content.header_bytes(),
         header_checksum: content.identity(),
         range,
@@ -296,9 +328,9 @@ fn write_content<S: Sink>(
     control: &Control,
 ) -> Result<Written> {
     let all = 0..content.n_bytes();
-    let written = write_range(content, &all, create, buffers, control)?;
+    let mut written = write_range(content, &all, create, buffers, control)?;
     Ok(Written {
-        e_tag: written.e_tag,
+        e_tag: written.identities.pop(),
         checksums: content.checksums(written.chunks)?,
         not_finite: written.not_finite,
     })
@@ -311,7 +343,8 @@ struct WrittenRange {
     /// The CRC-32 of what it has of each array, if the container has sums.
     crcs: Vec<u32>,
     not_finite: Vec<(String, NotFinite)>,
-    e_tag: Option<String>,
+    /// See [`Sink::publish`].
+    identities: Vec<String>,
 }
 
 fn write_range<S: Sink>(
@@ -340,12 +373,12 @@ fn write_range<S: Sink>(
     } else {
         write(None)?
     };
-    let e_tag = sink.publish()?;
+    let identities = sink.publish()?;
     Ok(WrittenRange {
         chunks,
         crcs,
         not_finite: not_finite_of(content.plan.arrays(), &finder),
-        e_tag,
+        identities,
     })
 }
 
@@ -362,7 +395,7 @@ pub fn write_image(
 ) -> Result<Written> {
     let n_bytes = image.len() as u64;
     if is_url(path) {
-        let sink = begin_object(path, n_bytes, control)?;
+        let sink = (object_writer(path)?.begin)(path, n_bytes, control)?;
         return write_image_to(sink, image, header_bytes, control);
     }
     let sink = TemporaryFile::create(path, n_bytes, options)?;
@@ -387,7 +420,7 @@ fn write_image_to(
     let n_at_once = n_in_flight(n_bytes).min(sink.n_at_once(IMAGE_MEMORY_BYTES)?);
     let pieces = PieceWriter::new(&sink, bytes, 0..n_bytes, None, &finder, None, control);
     let (chunks, _) = pieces.write((0..n_at_once).map(|_| Buffer::default()).collect())?;
-    let e_tag = sink.publish()?;
+    let e_tag = sink.publish()?.pop();
     let found = finder.found().into_iter();
     Ok(Written {
         e_tag,

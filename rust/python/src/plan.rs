@@ -360,7 +360,7 @@ impl Plan {
         write_plan(py, &path, &self.0, &options, buffers, threads, progress)
     }
 
-    #[pyo3(signature = (path, start, end, *, metadata=None, container=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+    #[pyo3(signature = (path, start, end, *, upload=None, metadata=None, container=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a file")]
     fn write_part<'py>(
         &self,
@@ -368,6 +368,7 @@ impl Plan {
         path: PathBuf,
         start: u64,
         end: u64,
+        upload: Option<String>,
         metadata: Option<BTreeMap<String, String>>,
         container: Option<Container<'_>>,
         buffers: Option<&Buffers>,
@@ -386,7 +387,10 @@ impl Plan {
                 end.saturating_sub(start),
                 progress,
                 &control,
-                || writer::write_part(&path, &self.0, &options, start..end, buffers, &control),
+                || {
+                    let (part, upload) = (start..end, upload.as_deref());
+                    writer::write_part(&path, &self.0, &options, part, upload, buffers, &control)
+                },
             )
         })?;
         let chunks: Vec<u8> = written
@@ -404,6 +408,8 @@ impl Plan {
             PyBytes::new(py, &chunks),
             not_finite_list(py, &written.not_finite)?,
             sums.collect::<PyResult<Vec<_>>>()?,
+            written.first_sent,
+            written.sent,
         );
         WRITTEN_RANGE.of(py, record)
     }

@@ -146,6 +146,8 @@ pub(crate) static WRITTEN_RANGE: Record = Record::new(
         "checksums",
         "not_finite",
         "sums",
+        "first_sent",
+        "sent",
     ],
 );
 /// What a part of a file has of an array.

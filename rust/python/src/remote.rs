@@ -188,6 +188,37 @@ pub(crate) fn upload_file(
     wait_and(py, work, report).inspect_err(|_| control.cancel())
 }
 
+/// Begins an upload in parts of an object, for several processes.
+#[pyfunction]
+pub(crate) fn begin_upload(py: Python<'_>, url: &str) -> PyResult<String> {
+    let address = address(py, url)?;
+    wait(py, move || upload::begin_shared(&address))
+}
+
+/// Makes an object of the parts of an upload.
+#[pyfunction]
+#[pyo3(signature = (url, upload, n_bytes, parts, *, before=None))]
+pub(crate) fn complete_upload(
+    py: Python<'_>,
+    url: &str,
+    upload: String,
+    n_bytes: u64,
+    parts: Vec<String>,
+    before: Option<String>,
+) -> PyResult<Option<String>> {
+    let address = address(py, url)?;
+    wait(py, move || {
+        upload::complete_shared(&address, n_bytes, &upload, parts, before.as_deref())
+    })
+}
+
+/// Ends an upload in parts; no error if there is none.
+#[pyfunction]
+pub(crate) fn end_upload(py: Python<'_>, url: &str, upload: String) -> PyResult<()> {
+    let address = address(py, url)?;
+    wait(py, move || upload::end_shared(&address, &upload))
+}
+
 /// What became of the request, and why it is not known.
 #[pyfunction]
 pub(crate) fn put_new_object<'py>(

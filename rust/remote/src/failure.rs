@@ -17,6 +17,7 @@ const EAGAIN: i32 = 11;
 const ETIMEDOUT: i32 = 110;
 const ECONNREFUSED: i32 = 111;
 const ECOMM: i32 = 70;
+const ESTALE: i32 = 116;
 
 /// What is read of the body of a failed answer.
 pub(crate) const MAX_BODY_BYTES: usize = 16 << 10;
@@ -252,7 +253,7 @@ fn of_answer(
         // Not as of a folder that does not exist: a run must not start anew because of a wrong name.
         404 if answer.code == "NoSuchUpload" => io(
             format!("the unfinished upload was removed meanwhile ({answer})"),
-            ECOMM,
+            ESTALE,
         )
         .hint("a rule of the bucket or another program ended it: write again"),
         404 if answer.lacks_bucket() => {
@@ -265,6 +266,17 @@ fn of_answer(
         ),
         301 | 302 | 307 | 308 => wrong_region(&io, address, answer),
         400 if answer.code == "AuthorizationHeaderMalformed" => wrong_region(&io, address, answer),
+        400 if matches!(
+            &*answer.code,
+            "InvalidPart" | "InvalidPartOrder" | "InvalidBlockList"
+        ) =>
+        {
+            io(
+                format!("the service does not have the parts that were sent ({answer})"),
+                ESTALE,
+            )
+            .hint("another program has written the same object: write again")
+        }
         400 if matches!(&*answer.code, "ExpiredToken" | "InvalidToken") => {
             io(format!("the credentials have expired ({answer})"), EACCES)
                 .hint(credentials_hint(service))

@@ -43,6 +43,10 @@ pub use options::{Options, set_cache, set_options};
 
 /// Lets the core open and write objects by their URL.
 pub fn install() {
-    reshard_core::writer::set_object_writer(upload::begin);
+    reshard_core::writer::set_object_writer(reshard_core::writer::ObjectWriter {
+        begin: upload::begin,
+        open_upload: upload::open,
+        part_bytes: upload::part_bytes,
+    });
     reshard_core::source::set_object_opener(object::open);
 }

@@ -3,6 +3,9 @@
 //! A part is sent by the thread that brings its last bytes. So as many parts are sent at once as there are threads, and
 //! in memory are those and one that is being filled. A part that fails is sent again; an upload that fails is ended, and
 //! what was sent is removed by the service. An object of one part is written by one request.
+//!
+//! Several processes can send the parts of one object: one begins the upload, each sends parts with its ID, and one
+//! completes it, with what the service has said of each part.
 
 use crate::address::Address;
 use crate::client::{Client, runtime};
@@ -43,7 +46,7 @@ const FILE_PARTS_AT_ONCE: u64 = 4;
 const TICK: Duration = Duration::from_millis(50);
 
 /// The size of the parts of an object.
-fn part_bytes(n_bytes: u64) -> u64 {
+pub(crate) fn part_bytes(n_bytes: u64) -> u64 {
     if n_bytes <= LARGE_BYTES {
         PART_BYTES
     } else {
@@ -70,6 +73,8 @@ pub struct Upload<'a> {
     id: Option<MultipartId>,
     state: Mutex<State>,
     control: &'a Control,
+    /// Whether other processes send parts of the same upload: it is not completed, and not ended if it fails.
+    is_shared: bool,
     is_done: bool,
 }
 
@@ -92,11 +97,81 @@ pub fn begin<'a>(
     n_bytes: u64,
     control: &'a Control,
 ) -> Result<Box<dyn ObjectSink + 'a>> {
+    let upload = Upload::begin(&address_of(path)?, n_bytes, control)?;
+    Ok(Box::new(upload))
+}
+
+/// Opens an upload that another process has begun, for the core: parts are sent, and it is not completed.
+///
+/// # Errors
+/// As [`begin`].
+pub fn open<'a>(
+    path: &Path,
+    n_bytes: u64,
+    id: &str,
+    control: &'a Control,
+) -> Result<Box<dyn ObjectSink + 'a>> {
+    let upload = Upload::open(&address_of(path)?, n_bytes, id, control)?;
+    Ok(Box::new(upload))
+}
+
+fn address_of(path: &Path) -> Result<Address> {
     let url = path
         .to_str()
         .ok_or_else(|| Error::new(Kind::Argument, "a URL is not valid Unicode"))?;
-    let upload = Upload::begin(&Address::parse(url)?, n_bytes, control)?;
-    Ok(Box::new(upload))
+    Address::parse(url)
+}
+
+/// Begins an upload in parts, for several processes. Returns its ID; Azure has none, there it is empty.
+///
+/// # Errors
+/// As [`begin`].
+pub fn begin_shared(address: &Address) -> Result<String> {
+    let control = Control::default();
+    let upload = Upload::new(address, 0, &control)?;
+    upload.run(upload.parts()?.create_multipart(&upload.key))
+}
+
+/// Makes an object of the parts that several processes have sent. Returns its `ETag`.
+///
+/// # Arguments
+/// * `parts` - what the service has said of each part, in their order.
+/// * `before` - the `ETag` of the object that had the name when the upload was begun. If the service says that there is
+///   no such upload, as after a completion whose answer was lost, another `ETag` tells that it was completed.
+///
+/// # Errors
+/// As [`begin`]. [`Kind::Io`] with the error number `ESTALE`: the service does not have the upload or these parts.
+pub fn complete_shared(
+    address: &Address,
+    n_bytes: u64,
+    id: &str,
+    parts: Vec<String>,
+    before: Option<&str>,
+) -> Result<Option<String>> {
+    let control = Control::default();
+    let upload = Upload::open(address, n_bytes, id, &control)?;
+    let n_parts = n_bytes.div_ceil(upload.part_bytes);
+    if parts.len() as u64 != n_parts {
+        let message = format!("{address} has {} parts, expected {n_parts}", parts.len());
+        return Err(Error::new(Kind::Argument, message).path(Path::new(&address.shown())));
+    }
+    let parts = parts.into_iter().map(|content_id| PartId { content_id });
+    upload.complete(&id.to_owned(), parts.collect(), before)
+}
+
+/// Ends an upload that is not to be completed; no error if there is none.
+///
+/// # Errors
+/// As [`begin`].
+pub fn end_shared(address: &Address, id: &str) -> Result<()> {
+    let control = Control::default();
+    let upload = Upload::new(address, 0, &control)?;
+    let id = id.to_owned();
+    let ended = upload.parts()?.abort_multipart(&upload.key, &id);
+    match runtime()?.block_on(ended) {
+        Err(error) if !is_missing(&error) => Err(upload.explain(&error)),
+        _ => Ok(()),
+    }
 }
 
 /// Writes an object with the content of a local file. Returns its `ETag`.
@@ -174,7 +249,7 @@ pub fn send_file(
         }
         outcome
     })?;
-    upload.publish()
+    Ok(upload.publish()?.pop())
 }
 
 impl<'a> Upload<'a> {
@@ -183,6 +258,22 @@ impl<'a> Upload<'a> {
     /// # Errors
     /// As [`begin`].
     pub fn begin(address: &Address, n_bytes: u64, control: &'a Control) -> Result<Self> {
+        let mut this = Self::new(address, n_bytes, control)?;
+        if n_bytes > this.part_bytes {
+            this.id = Some(this.run(this.parts()?.create_multipart(&this.key))?);
+        }
+        Ok(this)
+    }
+
+    /// Opens an upload with this ID of an object of a size.
+    fn open(address: &Address, n_bytes: u64, id: &str, control: &'a Control) -> Result<Self> {
+        let mut this = Self::new(address, n_bytes, control)?;
+        this.id = Some(id.to_owned());
+        this.is_shared = true;
+        Ok(this)
+    }
+
+    fn new(address: &Address, n_bytes: u64, control: &'a Control) -> Result<Self> {
         check_writable(address)?;
         let part_bytes = part_bytes(n_bytes);
         if n_bytes > part_bytes * MAX_PARTS {
@@ -194,22 +285,18 @@ impl<'a> Upload<'a> {
                 .path(Path::new(&address.shown()))
                 .hint("write smaller files (`max_shard_size`)"));
         }
-        let client = Client::of(address)?;
-        let mut this = Self {
+        Ok(Self {
             address: address.clone(),
             key: key_of(address)?,
+            client: Client::of(address)?,
             n_bytes,
             part_bytes,
             id: None,
             state: Mutex::default(),
             control,
+            is_shared: false,
             is_done: false,
-            client,
-        };
-        if n_bytes > part_bytes {
-            this.id = Some(this.run(this.parts()?.create_multipart(&this.key))?);
-        }
-        Ok(this)
+        })
     }
 
     fn parts(&self) -> Result<&dyn MultipartStore> {
@@ -299,11 +386,12 @@ impl<'a> Upload<'a> {
 
     /// Makes an object of the parts. If the service does not confirm it, the object itself tells whether it did so: it
     /// has the size, and another `ETag` than before.
-    fn complete(&self, id: &MultipartId) -> Result<Option<String>> {
-        let parts = std::mem::take(&mut self.lock().sent)
-            .into_values()
-            .collect();
-        let before = self.look().map_err(|error| self.explain(&error))?;
+    fn complete(
+        &self,
+        id: &MultipartId,
+        parts: Vec<PartId>,
+        before: Option<&str>,
+    ) -> Result<Option<String>> {
         let done = self.run(self.parts()?.complete_multipart(&self.key, id, parts));
         self.control.check()?;
         let now = self.look().map_err(|error| self.explain(&error));
@@ -311,7 +399,7 @@ impl<'a> Upload<'a> {
             (Err(error), Ok(Some((n_bytes, e_tag)))) => {
                 let is_ours = n_bytes == self.n_bytes
                     && e_tag.is_some()
-                    && before.is_none_or(|(_, before)| before != e_tag);
+                    && before.is_none_or(|before| Some(before) != e_tag.as_deref());
                 if is_ours { Ok(e_tag) } else { Err(error) }
             }
             (Err(error), _) | (_, Err(error)) => Err(error),
@@ -367,19 +455,25 @@ impl ObjectSink for Upload<'_> {
         Ok(())
     }
 
-    fn publish(mut self: Box<Self>) -> Result<Option<String>> {
+    fn publish(mut self: Box<Self>) -> Result<Vec<String>> {
+        let parts = std::mem::take(&mut self.lock().sent).into_values();
         let e_tag = match &self.id {
             None => self.put()?,
-            Some(id) => self.complete(id)?,
+            Some(_) if self.is_shared => return Ok(parts.map(|one| one.content_id).collect()),
+            Some(id) => {
+                let before = self.look().map_err(|error| self.explain(&error))?;
+                let before = before.map(|(_, e_tag)| e_tag.unwrap_or_default());
+                self.complete(id, parts.collect(), before.as_deref())?
+            }
         };
         self.is_done = true;
-        Ok(e_tag)
+        Ok(e_tag.into_iter().collect())
     }
 }
 
 impl Drop for Upload<'_> {
     fn drop(&mut self) {
-        if self.is_done {
+        if self.is_done || self.is_shared {
             return;
         }
         // The caller gets the first error; what cannot be ended is removed by a rule of the bucket.

@@ -5,7 +5,7 @@ use crate::bytes::memory::{Stores, finish_stores};
 use crate::check::verify::Checks;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::files::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::files::checksum::{Checksums, crc32c};
 use crate::files::header;
 use crate::planning::extents::{Extents, Rules};
 use crate::planning::plan::{Array, Plan};
@@ -344,8 +344,11 @@ impl Content<'_> {
         (extents, rules)
     }
 
-    /// Where a part of the file begins that is given by a position in the bytes of its arrays: with a chunk.
-    pub(super) fn position(&self, array_bytes: u64) -> u64 {
+    /// Where a part of the file begins that is given by a position in the bytes of its arrays.
+    ///
+    /// # Arguments
+    /// `unit` - it begins with a multiple of as many bytes, which are complete chunks.
+    pub(super) fn position(&self, array_bytes: u64, unit: u64) -> u64 {
         let literals = self.container.literals.len() as u64;
         if array_bytes == 0 {
             return 0;
@@ -353,7 +356,7 @@ impl Content<'_> {
         if array_bytes >= self.plan.n_bytes() {
             return self.n_bytes();
         }
-        (literals + array_bytes) / CHUNK_BYTES as u64 * CHUNK_BYTES as u64
+        (literals + array_bytes) / unit * unit
     }
 
     /// Fills `to` with the bytes of the file from `at` on.

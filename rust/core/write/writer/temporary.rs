@@ -216,13 +216,13 @@ impl Sink for TemporaryFile {
         self.opened.write_at(at, bytes, route)
     }
 
-    fn publish(mut self) -> Result<Option<String>> {
+    fn publish(mut self) -> Result<Vec<String>> {
         self.opened.sync()?;
         std::fs::rename(&self.opened.path, &self.target)
             .map_err(|error| Error::io("cannot rename to", &self.target, &error))?;
         self.is_published = true;
         self.opened.sync_folder_of(&self.target)?;
-        Ok(None)
+        Ok(Vec::new())
     }
 }
 
@@ -239,10 +239,10 @@ impl Sink for FilePart {
         self.0.write_at(at, bytes, route)
     }
 
-    fn publish(self) -> Result<Option<String>> {
+    fn publish(self) -> Result<Vec<String>> {
         self.0.sync()?;
         self.0.sync_folder_of(&self.0.path)?;
-        Ok(None)
+        Ok(Vec::new())
     }
 }
 
