@@ -423,9 +423,9 @@ impl Sink for Upload<'_> {
         Ok(())
     }
 
-    fn publish(self) -> Result<Option<String>> {
+    fn publish(self) -> Result<Vec<String>> {
         *self.store.lock().unwrap() = Some(self.parts.into_inner().unwrap());
-        Ok(None)
+        Ok(Vec::new())
     }
 }
 

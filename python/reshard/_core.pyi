@@ -80,6 +80,8 @@ __all__ = [
     "add_quantised",
     "are_plain",
     "array_kinds",
+    "begin_upload",
+    "complete_upload",
     "crc32c",
     "decode_strategy",
     "decode_torch_object",
@@ -87,6 +89,7 @@ __all__ = [
     "differing",
     "dtype_bits",
     "encode_strategy",
+    "end_upload",
     "folder_sizes",
     "lifecycle_rules",
     "number_groups",
@@ -564,6 +567,8 @@ class WrittenRange(NamedTuple):
         checksums: those of the chunks of the part.
         not_finite: as of `Written`, for the values in the part.
         sums: of each array in the part, if the container has sums.
+        first_sent: of an object, the number of the first part of the upload, from 0.
+        sent: of an object, what the service says of each part of the upload, in their order.
     """
 
     start: int
@@ -574,6 +579,8 @@ class WrittenRange(NamedTuple):
     checksums: bytes
     not_finite: list[tuple[str, NotFinite]]
     sums: list[PartSum]
+    first_sent: int
+    sent: list[str]
 
 class UnfinishedUpload(NamedTuple):
     """An upload in parts that was begun and not completed.
@@ -1303,6 +1310,7 @@ class Plan:
         start: int,
         end: int,
         *,
+        upload: str | None = None,
         metadata: Mapping[str, str] | None = None,
         container: Container | None = None,
         buffers: Buffers | None = None,
@@ -1320,10 +1328,13 @@ class Plan:
             path: the file.
             start: where the part begins, in bytes of the arrays. Parts that follow each other there do so in the file.
             end: where it ends; at `n_bytes` the last part does.
+            upload: of an object, the upload into which other processes send parts, too. The part begins with one of the
+                upload, and has complete ones.
             metadata: as in `write`; so are all others.
 
         Raises:
-            ArgumentError: the container does not fit the arrays.
+            ArgumentError: the container does not fit the arrays, or has sums, and it is an object.
+            StorageError: among others, with the error number ESTALE: the service does not have the upload.
         """
 
 @final
@@ -1881,6 +1892,36 @@ def upload_file(
     Raises:
         DamagedFileError: the file differs from its checksums.
         StorageError: the file cannot be read, or the service failed.
+    """
+
+def begin_upload(url: str) -> str:
+    """Begin an upload in parts of an object, for several processes. Returns its ID; empty in Azure, which has none.
+
+    Raises:
+        StorageError: the service refused it.
+    """
+
+def complete_upload(url: str, upload: str, n_bytes: int, parts: list[str], *, before: str | None = None) -> str | None:
+    """Make an object of the parts of an upload, see `Plan.write_part`. Returns its ETag.
+
+    Args:
+        url: the object.
+        upload: the ID of the upload.
+        n_bytes: bytes of the object.
+        parts: what the service has said of each part, in their order.
+        before: the ETag of the object that had the name when the upload was begun.
+
+    Raises:
+        ArgumentError: there are more or fewer parts than such an object has.
+        StorageError: with the error number ESTALE: the service does not have the upload or a part. It is no error if the
+            object is there, with this size and another ETag than before: the upload was completed.
+    """
+
+def end_upload(url: str, upload: str) -> None:
+    """End an upload that is not to be completed; no error if there is none.
+
+    Raises:
+        StorageError: the service did not confirm it.
     """
 
 def remove_objects(urls: list[str]) -> None:

@@ -1,37 +1,75 @@
-"""A conversion into a bucket by several processes or machines: each writes whole files, and the last one publishes.
+"""A conversion into a bucket by several processes or machines: each writes files and ranges, the last publishes.
 
 Nothing is renamed or linked in a bucket, so all shares write under the names of the files. The first share that comes
-creates the claim (see `buckets`), removes what is replaced, writes the files without tensors, and then lets others
-begin: the claim names the digest of the conversion, and only shares with the same one join. Each share writes its files
-and then its record: the ETags that the writes were told. The last file of the order belongs to no share: the share that
-finds all records there writes it, compares all ETags with a list of the folder, and commits as one process does.
-The ETags of all files stay beside them, so that a share that is called again later finds that all is done.
+creates the claim (see `buckets`), removes what is replaced, writes the files without tensors, begins an upload in parts
+for each file of which several shares write ranges, and then lets others begin: the claim names the digest of the
+conversion and the uploads, and only shares with the same digest join. Each share writes its files, sends its parts
+and then writes its record: the ETags that the writes were told, and what the service has said of each part.
 
-A share that was interrupted is written by calling it again, also one that was publishing.
+The share that finds all records there publishes: it completes the uploads, one file after the other, writes the last
+file, which belongs to no share if it is small or cannot be sent in parts, compares all ETags with a list of the folder,
+and commits as one process does. The ETags of all files stay beside them, so that a share that is called again later
+finds that all is done.
+
+    parts     ranges of a file begin with parts of its upload. All parts but the last have one size, which follows from
+              the size of the file, so they are those of one process, and so is the object
+    again     a share that was interrupted is written by calling it again, also one that was publishing. It sends all of
+              its parts, which take the place of those with the same numbers; the record tells which ones count. If a
+              file is complete already, it has its size and another ETag than before, and counts as completed
+    no sums   a file with sums of its arrays, as of `torch.save`, is written by one share: nothing is changed in parts
+              that were sent, and no share knows the sums of arrays that begin in another one
+    lost      if the service does not have an upload or a part any more, as after a rule of the bucket, a share says so
+              in an object beside the records: nobody joins the claim any more, and `overwrite` begins anew
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.conversion.buckets import bucket_of, plain_e_tag
-from reshard.conversion.shares import missing
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.conversion.shares import cut, missing
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.conversion.shares import Share
+    from reshard.conversion.buckets import BucketFolder
+    from reshard.conversion.shares import Part, Share
     from reshard.storage.location import Location
 
+MIN_UPLOAD_BYTES = 32 << 20  # smaller files belong to one share: they have few parts
 _MAX_RECORD_BYTES = 64 << 20
 _PUBLISHES = "publishes.json"
 _PUBLISHED = "published.json"
+_LOST = "lost.json"
+
+
+def cut_files(sizes: Sequence[int], n_shares: int, whole: Collection[int]) -> list[list[Part]]:
+    """The files and the parts of files that each share writes.
+
+    The last file is visible after all others: it is never whole. If it has no parts, no share writes it.
+
+    Args:
+        sizes: bytes of the arrays of each file, in the order in which files become visible.
+        n_shares: how many shares there are.
+        whole: numbers of files that have no parts. Small files have none either.
+
+    Example:
+        >>> [[(part.file, part.is_whole) for part in share] for share in cut_files([10, 10, 10], 2, ())]
+        [[(0, True)], [(1, True)]]
+        >>> [[(part.start >> 20, part.end >> 20) for part in share] for share in cut_files([80 << 20], 2, ())]
+        [[(0, 40)], [(40, 80)]]
+    """
+    last = len(sizes) - 1
+    has_parts = bool(sizes) and last not in whole and sizes[last] >= MIN_UPLOAD_BYTES
+    shares = cut(sizes if has_parts else sizes[:-1], n_shares, whole, MIN_UPLOAD_BYTES)
+    return [[part._replace(is_whole=part.is_whole and part.file != last) for part in share] for share in shares]
 
 
 @dataclass(frozen=True)
@@ -48,34 +86,80 @@ class WrittenObject:
 
 
 @dataclass(frozen=True)
+class SentParts:
+    """What a share tells of the parts that it has sent of a file.
+
+    Attributes:
+        upload: the ID of the upload.
+        n_file_bytes: bytes of the file.
+        n_bytes: bytes of the parts.
+        first: number of the first one, from 0.
+        sent: what the service has said of each.
+    """
+
+    upload: str
+    n_file_bytes: int
+    n_bytes: int
+    first: int
+    sent: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ShareRecord:
+    """What a share has written.
+
+    Attributes:
+        files: the files.
+        parts: by the name of the file, what it has sent.
+    """
+
+    files: dict[str, WrittenObject] = field(default_factory=dict)
+    parts: dict[str, SentParts] = field(default_factory=dict)
+
+    @property
+    def n_files(self) -> int:
+        """How many files it has written, or parts of."""
+        return len(self.files) + len(self.parts)
+
+    @property
+    def n_bytes(self) -> int:
+        """Their bytes."""
+        return sum(one.n_bytes for one in self.files.values()) + sum(one.n_bytes for one in self.parts.values())
+
+
+@dataclass(frozen=True)
 class BucketShares:
     """The records of the shares of a conversion.
 
     Attributes:
-        target: the folder of the bucket that is filled.
-        folder: the folder of the records, in it.
+        bucket: the folder of the bucket that is filled, or the file.
+        folder: the folder of the records.
         share: the share of this process.
     """
 
-    target: Location
+    bucket: BucketFolder
     folder: Location
     share: Share
 
-    def record(self, written: Mapping[str, WrittenObject]) -> None:
+    def record(self, written: ShareRecord) -> None:
         """Record that this share was written. Raises StorageError."""
-        files = {name: [one.n_bytes, one.e_tag] for name, one in written.items()}
-        (self.folder / self.share.name).replace(json.dumps({"files": files}))
+        files = {name: [one.n_bytes, one.e_tag] for name, one in written.files.items()}
+        parts = {
+            name: [one.upload, one.n_file_bytes, one.n_bytes, one.first, one.sent]
+            for name, one in written.parts.items()
+        }
+        (self.folder / self.share.name).replace(json.dumps({"files": files, "parts": parts}))
 
-    def own(self) -> dict[str, WrittenObject] | None:
+    def own(self) -> ShareRecord | None:
         """The record of this share; None: there is none, or its files are not there as it says. Raises StorageError."""
-        return self._read(self.share.name, self._e_tags())
+        return self._read(self.share.name, self.bucket.e_tags())
 
     def missing(self) -> list[int]:
         """The shares that are not recorded yet."""
         return missing(self.folder, self.share.count)
 
-    def all(self, names: Collection[str]) -> dict[str, WrittenObject]:
-        """What all shares have written.
+    def all(self, names: Collection[str]) -> tuple[dict[str, WrittenObject], dict[str, list[SentParts]]]:
+        """What all shares have written: files, and the parts of files in their order.
 
         Args:
             names: the files that they must have.
@@ -84,7 +168,7 @@ class BucketShares:
             DamagedFileError: a file is not there as it was written, or they have other files.
             StorageError: the service failed.
         """
-        there, found = self._e_tags(), dict[str, WrittenObject]()
+        there, found, parts = self.bucket.e_tags(), dict[str, WrittenObject](), dict[str, list[SentParts]]()
         for index in range(self.share.count):
             share = type(self.share)(index, self.share.count)
             record = self._read(share.name, there)
@@ -95,15 +179,19 @@ class BucketShares:
                     path=str(self.folder / share.name),
                     hint=f"write it again: `share=({index}, {share.count})`",
                 )
-            found |= record
-        if found.keys() != set(names):
-            odd = min(found.keys() ^ set(names))
+            found |= record.files
+            for name, one in record.parts.items():
+                parts.setdefault(name, []).append(one)
+        parts = {name: sorted(some, key=lambda one: (one.first, len(one.sent))) for name, some in parts.items()}
+        odds = {*found, *parts} ^ set(names) | {name for name, some in parts.items() if not _are_of_one_file(some)}
+        if odds:
+            odd = min(odds)
             raise DamagedFileError(
-                f"the shares in {show(str(self.target))} and this conversion disagree on {show(odd)}",
+                f"the shares in {show(str(self.bucket.target))} and this conversion disagree on {show(odd)}",
                 path=str(self.folder),
                 hint="convert again with `overwrite=True`",
             )
-        return found
+        return found, parts
 
     def publisher(self) -> int:
         """The share that publishes: the first one that asks, also when it is called again. Raises StorageError.
@@ -137,10 +225,25 @@ class BucketShares:
         Raises:
             StorageError: the service failed.
         """
-        files = self._read(_PUBLISHED, self._e_tags())
-        if not files or self._json(_PUBLISHED).get("version") != _core.__version__:
+        record = self._read(_PUBLISHED, self.bucket.e_tags())
+        if not (record and record.files) or self._json(_PUBLISHED).get("version") != _core.__version__:
             return False
-        return files.keys() >= set(names)
+        return record.files.keys() >= set(names)
+
+    def lost(self) -> str:
+        """The name of the claim of which an upload was lost; empty: none was. Raises StorageError."""
+        return str(self._json(_LOST).get("claim", ""))
+
+    @contextlib.contextmanager
+    def noting_lost_uploads(self) -> Iterator[None]:
+        """If the service does not have an upload any more, let nobody join the claim."""
+        try:
+            yield
+        except StorageError as error:
+            if error.errno == errno.ESTALE and not self.bucket.has_ended():
+                (self.folder / _LOST).replace(json.dumps({"claim": self.bucket.claim_name}))
+                error.hint = "a rule of the bucket or another program ended it: convert again with `overwrite=True`"
+            raise
 
     def remove(self, *, is_published: bool = False) -> None:
         """Remove all records, which count for nothing without the claim. Never raises.
@@ -154,17 +257,20 @@ class BucketShares:
             kept = {_PUBLISHED} if is_published else set()
             store.remove_files([str(self.folder / name) for name in names if name not in kept])
 
-    def _e_tags(self) -> dict[str, str]:
-        there = bucket_of(self.target).below(self.target.path)
-        return {name: plain_e_tag(str(found.identity)) for name, found in there}
-
-    def _read(self, name: str, there: Mapping[str, str]) -> dict[str, WrittenObject] | None:
+    def _read(self, name: str, there: Mapping[str, str]) -> ShareRecord | None:
         try:
             content = self._json(name)
             files = {name: WrittenObject(int(n_bytes), str(tag)) for name, (n_bytes, tag) in content["files"].items()}
+            parts = {
+                name: SentParts(str(upload), int(n_file_bytes), int(n_bytes), int(first), tuple(map(str, sent)))
+                for name, (upload, n_file_bytes, n_bytes, first, sent) in content.get("parts", {}).items()
+            }
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None
-        return files if all(there.get(name) == plain_e_tag(one.e_tag) for name, one in files.items()) else None
+        is_there = all(there.get(name) == plain_e_tag(one.e_tag) for name, one in files.items())
+        uploads = self.bucket.uploads
+        is_sent = all(name in uploads and uploads[name].id == one.upload for name, one in parts.items())
+        return ShareRecord(files, parts) if is_there and is_sent else None
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -172,3 +278,13 @@ class BucketShares:
         except CheckpointNotFoundError:
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def _are_of_one_file(parts: Sequence[SentParts]) -> bool:
+    """Whether parts follow each other. How many there must be is known to what completes the upload."""
+    next_part = 0
+    for one in parts:
+        if one.n_file_bytes != parts[0].n_file_bytes or (one.sent and one.first != next_part):
+            return False
+        next_part += len(one.sent)
+    return sum(one.n_bytes for one in parts) == parts[0].n_file_bytes

@@ -9,6 +9,12 @@
 
 Until the commit no reader takes the folder for a whole checkpoint. A failure removes everything that was written. A
 process that is killed leaves files and the claim: a later conversion names them, and replaces them with `overwrite`.
+
+Of a conversion by several processes, the one that has the claim begins an upload in parts for each file of which
+several write ranges, and the claim names them for the others. They are ended when what was written is removed. The
+conversion that takes over a claim ends the uploads that it names, and those of its files that are not named yet.
+
+The claim of a conversion into one file is in a folder beside it, `home_of`, as other files may lie there, too.
 """
 
 from __future__ import annotations
@@ -21,12 +27,14 @@ import os
 import re
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.commit.filling import is_staging, staging_name
 from reshard.errors import (
     CheckpointNotFoundError,
+    DamagedFileError,
     DestinationExistsError,
     ReshardError,
     StorageError,
@@ -46,7 +54,21 @@ _CLAIM = staging_name("convert")
 _MAX_CLAIM_BYTES = 64 << 20
 _PREPARED_SECONDS = 60.0  # for another share, which removes and writes small files
 _LOOK_SECONDS = 0.1
+_UPLOADS_AT_ONCE = 16
+_LIST_SECONDS = 20.0  # to list unfinished uploads; those that a claim names need no list
 _export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
+
+
+class Upload(NamedTuple):
+    """An upload in parts of a file that several processes write.
+
+    Attributes:
+        id: that of the service; empty in Azure, which has none.
+        before: the ETag of the file that had the name when it was begun, if there was one.
+    """
+
+    id: str
+    before: str | None
 
 
 class _Claim(NamedTuple):
@@ -58,16 +80,28 @@ class _Claim(NamedTuple):
 
 
 class BucketFolder:
-    """A folder of a bucket that a conversion fills.
+    """A folder of a bucket that a conversion fills, or one file in it.
 
     Attributes:
         target: the folder.
         beside: a local folder for the files without tensors, which `write_beside` and `commit` send.
+        uploads: the uploads in parts by the name of the file, of a conversion by several processes.
+        lost: which claim names uploads that the service does not have any more: it is not joined.
+
+    Args:
+        target: the folder.
+        beside: the local folder.
+        commits: names of files that identify a checkpoint.
+        file: the name of the file if it alone is the destination.
     """
 
-    def __init__(self, target: Location, beside: Location, commits: Sequence[str]) -> None:
+    def __init__(self, target: Location, beside: Location, commits: Sequence[str], file: str | None = None) -> None:
         self.target = target
         self.beside = beside
+        self.uploads: dict[str, Upload] = {}
+        self.lost = ""
+        self._file = file
+        self._home = target if file is None else home_of(target / file)
         self._store = bucket_of(target)
         self._commits = commits
         self._claims: list[_Claim] = []  # the last one is that of this conversion, and the others were taken over
@@ -104,16 +138,16 @@ class BucketFolder:
         claim = json.dumps(content).encode()
         is_lost = False
         name, before = _CLAIM, list[_Claim]()
-        while not _created(self.target / name, claim):
+        while not _created(self._home / name, claim):
             is_lost = name != _CLAIM
             if joins and digest is not None:
                 if self.join(digest):
                     return False
                 before = self._claims
             else:
-                before = _claims_in(self.target)
+                before = _claims_in(self._home)
             if before and (is_lost or not overwrite):
-                raise _claimed(self.target, before[-1], is_running=is_lost)
+                raise _claimed(self._place, before[-1], is_running=is_lost)
             name = before[-1].next_name if before else _CLAIM
         self._claims = [*before, _claim_of(name, claim)]
         self._left = frozenset(file for one in before for file in _names_of(one.content))
@@ -127,13 +161,30 @@ class BucketFolder:
         self._names = names
         return True
 
+    @property
+    def _place(self) -> Location:
+        """The destination."""
+        return self.target if self._file is None else self.target / self._file
+
+    def e_tags(self) -> dict[str, str]:
+        """Those of all files that are there. Raises StorageError."""
+        if self._file is None:
+            there = self._store.below(self.target.path)
+            return {name: plain_e_tag(str(one.identity)) for name, one in there}
+        try:
+            return {self._file: plain_e_tag(str((self.target / self._file).stat().identity))}
+        except CheckpointNotFoundError:
+            return {}
+
     def _there(self, *, is_empty: bool) -> dict[str, str]:
-        there = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
+        there = self.e_tags()
         appeared = min((name for name in there if not is_staging(name.partition("/")[0])), default=None)
         if appeared is not None and is_empty:
             raise DestinationExistsError(
-                f"{show(str(self.target))} is not empty: another conversion has written {show(appeared)} meanwhile",
-                path=str(self.target),
+                f"{show(str(self.target))} is not empty: another conversion has written {show(appeared)} meanwhile"
+                if self._file is None
+                else f"{show(str(self._place))} exists: another conversion has written it meanwhile",
+                path=str(self._place),
                 hint="choose another destination, or give `overwrite=True` to replace its files",
             )
         return there
@@ -142,8 +193,40 @@ class BucketFolder:
         """Let the other shares begin. Raises DestinationExistsError, StorageError."""
         self.check_claim()
         own = self._claims[-1]
+        more = {"written": self._written, "uploads": self.uploads}
         # Only the conversion of a claim replaces it; others create the one after it.
-        (self.target / own.name).replace(json.dumps(own.content | {"written": self._written}))
+        (self._home / own.name).replace(json.dumps(own.content | more))
+
+    def begin_uploads(self, names: Collection[str]) -> None:
+        """Begin an upload in parts for each of some files, before `prepared`. Raises StorageError."""
+
+        def begin(name: str) -> None:
+            file = self.target / name
+            self.uploads[name] = Upload(self._store.begin_upload(str(file)), self._before.get(name))
+
+        with ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
+            for begun in [threads.submit(begin, name) for name in names]:
+                begun.result()
+
+    def upload_of(self, name: str) -> str:
+        """The ID of the upload of a file. Raises DamagedFileError: the claim names none."""
+        if name not in self.uploads:
+            raise DamagedFileError(
+                f"{show(str(self._home / self._claims[-1].name))} names no upload of {show(name)}",
+                path=str(self._home / self._claims[-1].name),
+                hint="convert again with `overwrite=True`",
+            )
+        return self.uploads[name].id
+
+    def complete_upload(self, name: str, n_bytes: int, parts: Sequence[str]) -> None:
+        """Make a file of the parts that were sent into its upload. Arguments and errors as of `RemoteStore`."""
+        upload, path = self.uploads[name], str(self.target / name)
+        self._written[name] = self._store.complete_upload(path, upload.id, n_bytes, parts, before=upload.before)
+
+    def end_uploads(self) -> None:
+        """End the uploads. Never raises."""
+        _end_uploads(self.target, {(name, one.id) for name, one in self.uploads.items()})
+        self.uploads.clear()
 
     def join(self, digest: str, seconds: float | None = None) -> bool:
         """Take part in the conversion of a claim, once its folder is prepared.
@@ -161,13 +244,14 @@ class BucketFolder:
         wait_s = _PREPARED_SECONDS if seconds is None else seconds
         waited_for, deadline = "", 0.0
         while True:
-            self._claims = _claims_in(self.target)
+            self._claims = _claims_in(self._home)
             found = self._claims[-1].content if self._claims else {}
-            if found.get("shared") != digest:
+            if found.get("shared") != digest or self.claim_name == self.lost:
                 return False
             if "written" in found:
                 written = found["written"]
                 self._names = _names_of(found)
+                self.uploads = _uploads_of(found)
                 self._written |= written if isinstance(written, dict) else {}
                 return True
             if self._claims[-1].name != waited_for:
@@ -176,42 +260,64 @@ class BucketFolder:
                 return False
             time.sleep(_LOOK_SECONDS)
 
+    @property
+    def claim_name(self) -> str:
+        """What identifies the claim of this conversion."""
+        return self._claims[-1].next_name if self._claims else ""
+
     def check_claim(self) -> None:
         """Refuse to go on after another conversion has taken the folder over. Raises as `commit`."""
         if not self._is_ours():
             raise DestinationExistsError(
-                f"{show(str(self.target))}: another conversion has taken it over with `overwrite`",
-                path=str(self.target / _CLAIM),
+                f"{show(str(self._place))}: another conversion has taken it over with `overwrite`",
+                path=str(self._home / _CLAIM),
             )
 
     def has_ended(self) -> bool:
         """Whether another share of the conversion has published it and removed the claim."""
-        return not (self.target / _CLAIM).exists()
+        return not (self._home / _CLAIM).exists()
 
     def _is_ours(self) -> bool:
         """Whether the first claim is the one that it was, and none has taken over the last one."""
         if not self._claims:
             return False
-        first = _read_claim(self.target, _CLAIM)
+        first = _read_claim(self._home, _CLAIM)
         is_same = first is not None and first.next_name == self._claims[0].next_name
-        return is_same and _read_claim(self.target, self._claims[-1].next_name) is None
+        return is_same and _read_claim(self._home, self._claims[-1].next_name) is None
 
     def _remove_claims(self) -> None:
         for one in self._claims:  # without the first one, the others count for nothing
-            (self.target / one.name).remove_file()
+            (self._home / one.name).remove_file()
 
     def clear(self, is_ours: Callable[[Location], bool]) -> None:
         """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError.
 
-        The records of its shares (see `bucket_shares`) are removed, too.
+        The records of its shares (see `bucket_shares`) are removed, too, and its uploads are ended. If one file is the
+        destination, it stays until the new one is complete.
         """
-        ours = {name for name in self.target.names() if is_staging(name) or is_ours(self.target / name)}
         claims = {_CLAIM, *(name for one in self._claims for name in (one.name, one.next_name))}
-        there = [name for name, _ in self._store.below(self.target.path) if name not in claims]
-        removed = [name for name in there if name in self._left or name.partition("/")[0] in ours]
+        there = [name for name, _ in self._store.below(self._home.path) if name not in claims]
+        if self._file is None:
+            ours = {name for name in self.target.names() if is_staging(name) or is_ours(self.target / name)}
+            there = [name for name in there if name in self._left or name.partition("/")[0] in ours]
         self.check_claim()
-        self._remove(removed)
-        self._before = {name: e_tag for name, e_tag in self._before.items() if name not in set(removed)}
+        self._end_left_uploads()
+        _remove(self._home, there, self.is_commit)
+        self._before = {name: e_tag for name, e_tag in self._before.items() if name not in set(there)}
+
+    def _end_left_uploads(self) -> None:
+        """End the uploads of the claims that were taken over."""
+        before = self._claims[:-1]
+        if not any("shared" in one.content for one in before):
+            return
+        found = {(name, upload.id) for one in before for name, upload in _uploads_of(one.content).items()}
+        with contextlib.suppress(ReshardError):
+            is_file = self._file is not None
+            listed, _ = self._store.unfinished_uploads([str(self._place)], is_file=is_file, wait_s=_LIST_SECONDS)
+            start = str(self.target).removeprefix(self._store.root).strip("/")
+            names = ((one.key.removeprefix(f"{start}/" if start else ""), one.upload_id) for one in listed)
+            found |= {(name, upload) for name, upload in names if name in self._left}
+        _end_uploads(self.target, found)
 
     def _remove(self, names: Sequence[str]) -> None:
         _remove(self.target, names, self.is_commit)
@@ -239,10 +345,10 @@ class BucketFolder:
             StorageError: the service failed, or a file is not there as it was written.
         """
         self.check_claim()
-        there = dict(self._store.below(self.target.path))
+        there = self.e_tags()
         for name, e_tag in self._written.items():
             found = there.get(name)
-            if found is None or plain_e_tag(str(found.identity)) != plain_e_tag(e_tag):
+            if found != plain_e_tag(e_tag):
                 what = "is not there" if found is None else "was replaced"
                 raise StorageError(
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
@@ -264,14 +370,15 @@ class BucketFolder:
             self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
 
     def undo(self) -> bool:
-        """Remove everything that was written, unless another conversion has taken over. Never raises.
+        """Remove everything that was written, unless another conversion has taken over, and end uploads. Never raises.
 
         Returns:
             Whether the claim was that of this conversion.
         """
+        self.end_uploads()
         with contextlib.suppress(ReshardError):
             if self._is_ours():
-                there = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
+                there = self.e_tags()
                 self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
                 self._remove_claims()
                 return True
@@ -279,19 +386,20 @@ class BucketFolder:
 
 
 @contextlib.contextmanager
-def filled_bucket(target: Location, *, commits: Sequence[str]) -> Iterator[BucketFolder]:
+def filled_bucket(target: Location, *, commits: Sequence[str], file: str | None = None) -> Iterator[BucketFolder]:
     """A folder of a bucket to fill; it is committed when the block ends, and what was written is removed if it fails.
 
     Args:
         target: the folder; what lies there has been checked.
         commits: names of entries that identify a checkpoint.
+        file: the name of the file if it alone is the destination.
 
     Raises:
         DestinationExistsError: another conversion writes there.
         StorageError: the service failed.
     """
     with temporary_folder("reshard-convert-") as beside:
-        folder = BucketFolder(target, locate(beside), commits)
+        folder = BucketFolder(target, locate(beside), commits, file)
         try:
             yield folder
             folder.commit()
@@ -314,11 +422,39 @@ def _claimed(target: Location, claim: _Claim, *, is_running: bool) -> Destinatio
     what = "has taken it over at the same time" if is_running else "writes there, or was killed"
     return DestinationExistsError(
         f"{show(str(target))}: another conversion {what}{by}",
-        path=str(target / claim.name),
+        path=str(target),
         hint="wait for it; if it was killed, too, convert again"
         if is_running
         else "if it does not run any more, give `overwrite=True`, which replaces its files",
     )
+
+
+def home_of(file: Location) -> Location:
+    """The folder of the claims and records of a conversion into one file of a bucket.
+
+    Example:
+        >>> home_of(locate("model.safetensors"))
+        Location('.reshard.share-file-74e88abe1d5c3aa2.staging')
+    """
+    digest = hashlib.blake2b(file.name.encode(), digest_size=8).hexdigest()
+    return file.parent / staging_name(f"share-file-{digest}")
+
+
+def _uploads_of(claim: Mapping[str, Any]) -> dict[str, Upload]:
+    uploads = claim.get("uploads")
+    found = uploads.items() if isinstance(uploads, dict) else ()
+    return {
+        name: Upload(one[0], one[1] if isinstance(one[1], str) else None)
+        for name, one in found
+        if isinstance(one, list) and len(one) == len(Upload._fields) and isinstance(one[0], str)
+    }
+
+
+def _end_uploads(target: Location, uploads: Collection[tuple[str, str]]) -> None:
+    """End uploads, by the name of the file and the ID. Never raises: rules of the bucket end what is left."""
+    for name, upload in uploads:
+        with contextlib.suppress(ReshardError):
+            bucket_of(target).end_upload(str(target / name), upload)
 
 
 def _claims_in(target: Location) -> list[_Claim]:
@@ -412,6 +548,8 @@ def remove_export(target: Location, root: Location, commits: Collection[str]) ->
             raise DestinationExistsError(
                 f"{show(str(target))}: a conversion writes there, or was killed", path=str(target / _CLAIM)
             ) from None
+    uploads = (_uploads_of(one.content).items() for one in _claims_in(target))
+    _end_uploads(target, {(name, upload.id) for some in uploads for name, upload in some})
     names = [name for name, _ in bucket_of(target).below(target.path) if name != _CLAIM]
     _remove(target, names, functools.partial(_is_commit, commits))
     (target / _CLAIM).remove_file()

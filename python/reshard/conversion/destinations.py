@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
-from reshard.conversion.bucket_shares import BucketShares, WrittenObject
-from reshard.conversion.buckets import BucketFolder, filled_bucket, left_in
+from reshard.conversion.bucket_shares import BucketShares, SentParts, ShareRecord, WrittenObject, cut_files
+from reshard.conversion.buckets import BucketFolder, filled_bucket, home_of, left_in
 from reshard.conversion.shares import (
     WrittenPart,
     committing,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.known_files import KnownFiles
-    from reshard.conversion.shares import Share, Shared
+    from reshard.conversion.shares import Part, Share, Shared
     from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
@@ -473,6 +473,28 @@ def publish_folder(
     return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
 
 
+def write_object(job: Job, file: File) -> Written:
+    """Write the one file of a conversion into a bucket, where it appears as a whole.
+
+    Args:
+        job: the conversion.
+        file: the file that is the destination.
+    """
+    if job.shared is not None:
+        report = _publish_shares(job, job.shared, [file], lambda _: {}, lambda _: False, file=file.name)
+        return replace(report, path=job.target, warnings=_idle(job, job.shared, [file]))
+    folder, sizes = job.target.parent, file_sizes(job, [file])
+    if not left_in(home_of(job.target)):
+        written = write_files(job, folder, [file], sizes)
+    else:  # of shares of another conversion
+        with filled_bucket(folder, commits=(), file=file.name) as bucket:
+            bucket.claim([file.name], overwrite=job.overwrite)
+            bucket.clear(lambda _: False)
+            written = write_files(job, folder, [file], sizes, bucket.check_claim)
+            bucket.wrote({name: one.e_tag for name, one in written.items()})
+    return Written(job.target, 1, n_bytes_of(written))
+
+
 def _fill_bucket(job: Job, bucket: BucketFolder, files: list[File]) -> dict[str, ValueRecord]:
     """Write all files of a conversion but those that identify a checkpoint."""
     bucket.write_beside()
@@ -489,6 +511,8 @@ def _publish_shares(
     files: list[File],
     start: Callable[[BucketFolder], Mapping[str, ValueRecord]],
     is_replaced: Callable[[Location], bool],
+    *,
+    file: str | None = None,
 ) -> Written:
     """Write a share of a conversion into a bucket, and publish if all shares are there.
 
@@ -498,15 +522,21 @@ def _publish_shares(
         files: all files with tensors.
         start: called with the folder, writes the files without tensors beside it; returns those that are counted.
         is_replaced: whether an entry of the destination is replaced.
+        file: the name of the file if it alone is the destination.
     """
-    shares = BucketShares(job.target, shared.folder, shared.share)
     with temporary_folder("reshard-convert-") as local:
-        bucket = BucketFolder(job.target, locate(local), job.known_files.commits)
+        target = job.target if file is None else job.target.parent
+        bucket = BucketFolder(target, locate(local), job.known_files.commits, file)
+        shares = BucketShares(bucket, shared.folder, shared.share)
+        bucket.lost = shares.lost()
         beside = dict(start(bucket))
         names = bucket.in_order(file.name for file in files)
         all_names = {*names, *bucket.names_beside()}
         by_name = {file.name: file for file in files}
         ordered = [by_name[name] for name in names]
+        sizes = file_sizes(job, ordered)
+        with_sums = [number for number, one in enumerate(ordered) if one.container is not None and one.container[2]]
+        parts = cut_files(sizes, shared.share.count, with_sums)
         if shared.is_sent:
             if not bucket.join(shared.folder.name, 0.0):
                 raise CheckpointNotFoundError(
@@ -526,8 +556,10 @@ def _publish_shares(
                 if job.overwrite:
                     bucket.clear(is_replaced)
                 bucket.write_beside()
+                bucket.begin_uploads({ordered[part.file].name for some in parts for part in some if not part.is_whole})
                 bucket.prepared()
             except DestinationExistsError:  # another one has taken over, perhaps a share of the same conversion
+                bucket.end_uploads()
                 if shared.spread is not None or not bucket.join(shared.folder.name):
                     bucket.undo()
                     raise
@@ -536,7 +568,7 @@ def _publish_shares(
                 raise
         if shared.spread is not None:
             try:
-                shared.spread(sum(file_sizes(job, files)))
+                shared.spread(sum(sizes))
                 return _commit_shares(job, bucket, shares, ordered, beside)
             except BaseException:
                 if bucket.undo():
@@ -544,13 +576,10 @@ def _publish_shares(
                 raise
         own = shares.own()
         if own is None:
-            sizes = file_sizes(job, ordered[:-1])
-            parts = cut(sizes, shared.share.count, range(len(sizes)))[shared.share.index]
-            chosen = [ordered[part.file] for part in parts]
-            written = write_files(job, job.target, chosen, [sizes[part.file] for part in parts], bucket.check_claim)
-            own = {name: WrittenObject(one.n_bytes, one.e_tag or "") for name, one in written.items()}
+            with shares.noting_lost_uploads():
+                own = _write_bucket_share(job, bucket, ordered, sizes, parts[shared.share.index])
             shares.record(own)
-        report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()), shares.missing())
+        report = Written(job.target, own.n_files, own.n_bytes, shares.missing())
         if shared.share.index in report.pending:  # another share has published and removed the records
             if bucket.has_ended() and shares.is_published(all_names):
                 return replace(report, pending=[])
@@ -570,11 +599,12 @@ def _publish_shares(
 
 
 def _idle(job: Job, shared: Shared, files: list[File]) -> list[str]:
-    """A warning of the first share if others write no file, as each file of a bucket is written by one process."""
+    """A warning of the first share if others write no file, as files with sums are written by one process each."""
     n_shares = shared.share.count
     if shared.spread is not None or shared.is_sent or shared.share.index > 0 or len(files) > n_shares:
         return []
-    if max(file_sizes(job, files), default=0) < _LARGE_FILE_BYTES:
+    with_sums = [file for file in files if file.container is not None and file.container[2]]
+    if max(file_sizes(job, with_sums), default=0) < _LARGE_FILE_BYTES:
         return []
     words = f"{n_shares} shares write {counted(len(files), 'file')}, each by one process, so some write none"
     return [f"{words}; smaller files (`max_shard_size`) divide the work"]
@@ -587,17 +617,46 @@ def _commit_shares(
     ordered: list[File],
     beside: Mapping[str, ValueRecord],
 ) -> Written:
-    """Write the last file, and publish what all shares have written."""
-    last = ordered[-1:]
-    found = shares.all([file.name for file in ordered[:-1]])
+    """Complete the uploads, write the last file if no share has sent it, and publish what all shares have written."""
+    last = [file for file in ordered[-1:] if file.name not in bucket.uploads]
+    found, parts = shares.all({file.name for file in ordered} - {file.name for file in last})
     bucket.wrote({name: one.e_tag for name, one in found.items()})
-    written = write_files(job, job.target, last, file_sizes(job, last), bucket.check_claim)
+    with shares.noting_lost_uploads():
+        for name in (file.name for file in ordered if file.name in parts):
+            bucket.check_claim()
+            sent = [part for one in parts[name] for part in one.sent]
+            bucket.complete_upload(name, parts[name][0].n_file_bytes, sent)
+    written = write_files(job, bucket.target, last, file_sizes(job, last), bucket.check_claim)
     bucket.wrote({name: one.e_tag for name, one in written.items()})
     is_alone = job.shared is None or job.shared.spread is not None
     bucket.commit((lambda _: None) if is_alone else shares.record_all)
     shares.remove(is_published=not is_alone)
-    n_bytes = sum(one.n_bytes for one in found.values()) + n_bytes_of(written) + n_bytes_of(beside)
-    return Written(job.target, len(found) + len(written) + len(beside), n_bytes)
+    n_bytes = sum(one.n_bytes for one in found.values()) + sum(one[0].n_file_bytes for one in parts.values())
+    n_files = len(found) + len(parts) + len(written) + len(beside)
+    return Written(job.target, n_files, n_bytes + n_bytes_of(written) + n_bytes_of(beside))
+
+
+def _write_bucket_share(
+    job: Job, bucket: BucketFolder, files: list[File], sizes: list[int], parts: list[Part]
+) -> ShareRecord:
+    """Write the files of a share, and send its parts of files."""
+    whole = [part.file for part in parts if part.is_whole]
+    progress = JointProgress(job.options.progress, sum(part.end - part.start for part in parts))
+    of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
+    chosen, n_bytes = [files[i] for i in whole], [sizes[i] for i in whole]
+    written = write_files(of_whole, bucket.target, chosen, n_bytes, bucket.check_claim)
+    record = ShareRecord({name: WrittenObject(one.n_bytes, one.e_tag or "") for name, one in written.items()})
+    for part in parts:
+        if part.is_whole:
+            continue
+        bucket.check_claim()
+        file, report = files[part.file], progress.of_file(part.end - part.start)
+        upload = bucket.upload_of(file.name)
+        write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end, upload=upload)
+        one = _streamed(write, job, bucket.target, file, report)
+        record.parts[file.name] = SentParts(upload, one.n_bytes, one.end - one.start, one.first_sent, tuple(one.sent))
+    job.source.check_unchanged()
+    return record
 
 
 def is_our_file(job: Job, entry: Location) -> bool:

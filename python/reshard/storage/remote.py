@@ -413,6 +413,38 @@ class RemoteStore(ObjectStore):
         with _changing("writing", path):
             return _core.upload_file(str(file), path, checksums=checksums, progress=progress) or ""
 
+    def begin_upload(self, path: str) -> str:
+        """Begin an upload in parts of an object, into which several processes send: its ID. Raises StorageError."""
+        self._check_writable(path)
+        with failing("writing", path):
+            return _core.begin_upload(path)
+
+    def complete_upload(
+        self, path: str, upload: str, n_bytes: int, parts: Sequence[str], *, before: str | None = None
+    ) -> str:
+        """Make an object of the parts of an upload.
+
+        Args:
+            path: the object.
+            upload: the ID of the upload.
+            n_bytes: bytes of the object.
+            parts: what the service has said of each part, in their order.
+            before: the ETag of the object that had the name when the upload was begun; None: there was none.
+
+        Returns:
+            Its ETag.
+
+        Raises:
+            StorageError: the service failed; with the error number ESTALE, it does not have the upload or a part.
+        """
+        with _changing("writing", path):
+            return _core.complete_upload(path, upload, n_bytes, list(parts), before=before) or ""
+
+    def end_upload(self, path: str, upload: str) -> None:
+        """End an upload that is not to be completed; no error if there is none. Raises StorageError."""
+        with failing("ending an upload of", path):
+            _core.end_upload(path, upload)
+
     def unfinished_uploads(
         self, paths: Sequence[str], *, is_file: bool, wait_s: float
     ) -> tuple[list[_core.UnfinishedUpload], str | None]:

@@ -18,6 +18,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.commit import writer_mark
 from reshard.commit.filling import staging_name
 from reshard.commit.trash import STAGING_FOLDER
+from reshard.conversion.buckets import home_of
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.library_model import fp8_weights, model_of, not_saved, published_shapes
@@ -215,8 +216,8 @@ def convert(
             the size of the model.
         threads: threads of the copy.
         share: `(i, n)`, i from 0: write the i-th of n shares of the bytes, on any machine that can access source and
-            destination, and publish if it was the last. A share that was interrupted is written again. In a bucket:
-            of a folder, see docs/guides/cluster.md.
+            destination, and publish if it was the last. A share that was interrupted is written again. For a bucket
+            see docs/guides/cluster.md.
         group: a `reshard.ranks.group.Group` or a process group of torch.distributed, all ranks of which call this: each
             writes its share, and all return when it is published.
         on: where the conversion is done, such as a `reshard.ray.Ray`: its processes write the shares, and this one
@@ -437,7 +438,7 @@ def _convert(
                     model_files=None if model_folder is None else model_folder.resolved(),
                 ),
             )
-            shared = _shared(job, Share(*share), resolved, in_root=writer.in_root)
+            shared = _shared(job, Share(*share), resolved, writer)
             job = replace(job, shared=replace(shared, spread=spread, is_sent=is_sent))
         is_all = part_written == "all"
         with_extra = is_all and writer.writes_extra(job)
@@ -848,7 +849,7 @@ def open_source(
     return Checkpoint(root.open_suffix(suffix))
 
 
-def _shared(job: Job, share: Share, asked: ConvertOptions, *, in_root: bool) -> Shared:
+def _shared(job: Job, share: Share, asked: ConvertOptions, writer: Writer) -> Shared:
     # With dtypes: which tensors a cast leaves follows from the libraries of a host.
     shapes = [
         (key, one.dtype, one.shape) for key, one in zip(job.keys, job.arrays(job.whole_request(job.keys)), strict=True)
@@ -856,10 +857,11 @@ def _shared(job: Job, share: Share, asked: ConvertOptions, *, in_root: bool) -> 
     digest = digest_of(
         job.source, {"asked": agreed(asked), "n": share.count, "tensors": shapes, "to": str(job.target.resolved())}
     )
-    if in_root:
+    if writer.in_root:
         return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")
     if not job.target.is_local:
-        return Shared(share, job.target / staging_name(f"{SHARED_PREFIX}{digest}"))
+        home = home_of(job.target) if writer.is_one_file(job.target) else job.target
+        return Shared(share, home / staging_name(f"{SHARED_PREFIX}{digest}"))
     beside = job.target.parent / f".{job.target.name[:150]}.{SHARED_PREFIX}{digest}.staging"
     # An existing folder may be a mount. A folder created since the first share began has no effect.
     if job.target.is_folder() and not beside.is_folder():
@@ -918,13 +920,12 @@ def _check_options(
 
 def _check_bucket(writer: Writer, target: Location, asked: ConvertOptions, *, is_shared: bool) -> None:
     """Refuse what a bucket does not have."""
-    if is_shared and (writer.in_root or writer.is_one_file(target)):
-        what = "an iteration of a root" if writer.in_root else "a file"
+    if is_shared and writer.in_root:
         raise UnsupportedError(
-            f"{show(str(target))} is in a bucket, where one process writes {what}: `share`, `group` and `on` have no "
-            "meaning",
+            f"{show(str(target))} is in a bucket, where one process writes an iteration of a root: `share`, `group` "
+            "and `on` have no meaning",
             path=str(target),
-            hint="leave them out; they share the files of a folder, such as one of `huggingface`",
+            hint="leave them out; they share the files of other formats, such as `huggingface`",
         )
     if asked.commit.private or asked.files.modes is not None:
         name = "private" if asked.commit.private else "modes"

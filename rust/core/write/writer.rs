@@ -288,17 +288,18 @@ pub fn write_part(
         return Err(Error::new(Kind::Argument, message).path(path));
     }
     let n_bytes = content.n_bytes();
-    let range_of = |unit| content.position(part.start, unit)..content.position(part.end, unit);
     let (range, unit, written) = if let Some(id) = upload {
         let writer = object_writer(path)?;
         let unit = (writer.part_bytes)(n_bytes);
-        let range = range_of(unit);
+        // The nearest one, as these parts are large: so no process has two more than another.
+        let near = |at| content.position(if at == 0 { 0 } else { at + unit / 2 }, unit);
+        let range = near(part.start)..near(part.end);
         let create = |_| (writer.open_upload)(path, n_bytes, id, control);
         let written = write_range(&content, &range, create, buffers, control)?;
         (range, unit, written)
     } else {
         let unit = CHUNK_BYTES as u64;
-        let range = range_of(unit);
+        let range = content.position(part.start, unit)..content.position(part.end, unit);
         let create = |_| temporary::FilePart::open(path, range.clone(), options);
         let written = write_range(&content, &range, create, buffers, control)?;
         (range, unit, written)

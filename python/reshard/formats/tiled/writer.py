@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from reshard import dtypes
 from reshard.commit import writer_mark
 from reshard.commit.publication import made_folder, published_file
+from reshard.conversion.buckets import home_of, left_in
 from reshard.conversion.destinations import (
     File,
     Written,
@@ -20,6 +21,7 @@ from reshard.conversion.destinations import (
     produced,
     publish_folder,
     write_files,
+    write_object,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError
@@ -95,10 +97,8 @@ def write_one_file(job: Job, container: _core.Container | None = None) -> Writte
     """
     _check_file_free(job)
     durable, parent = job.options.durable, job.target.parent
-    if not parent.is_local:  # an object appears as a whole
-        files = [File(job.target.name, job.whole_request(job.keys), container)]
-        n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
-        return Written(job.target, 1, n_bytes)
+    if not parent.is_local:
+        return write_object(job, File(job.target.name, job.whole_request(job.keys), container))
     made = made_folder(parent, mode=job.options.folder_mode, durable=durable)
     publishing = functools.partial(
         published_file, job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
@@ -124,6 +124,8 @@ def _check_file_free(job: Job) -> None:
     target = job.target
     if not target.exists():
         return
+    if not target.is_local and job.shared is not None and left_in(home_of(target), job.shared.folder.name):
+        return  # shares of this conversion are complete, and it is not published yet
     if not job.overwrite:
         raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")
     if not is_our_file(job, target):

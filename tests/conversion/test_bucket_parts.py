@@ -1,0 +1,394 @@
+"""One file of a bucket that several shares write: byte for byte that of one process, and no upload is left."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.servers.proxy import Proxy, before_server
+from tests.servers.s3 import BUCKET
+
+import reshard
+from reshard.conversion import buckets
+from reshard.conversion.bucket_shares import SentParts, cut_files
+from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError, ReshardError, StorageError
+from reshard.ranks.places import ShareRun
+from reshard.storage import remote
+from reshard.storage.location import Location, locate
+from reshard.storage.remote import RemoteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from tests.servers.s3 import S3Server
+
+pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
+
+FACTOR, SEED = int(os.environ.get("RESHARD_CASES_FACTOR", "1")), int(os.environ.get("RESHARD_CASES_SEED", "11"))
+_PART = 16 << 20
+_numbers = itertools.count()
+DESTINATIONS: dict[str, dict[str, Any]] = {
+    "folder": {"to": "huggingface"},
+    "file": {"to": "safetensors"},
+    "several files": {"to": "huggingface", "max_shard_size": 45_000_000},
+    "ranks": {"to": "safetensors", "layout": {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}},
+    "torch": {"to": "torch"},
+}
+
+
+def made(folder: Path, sizes: Sequence[int] = (40_000_000, 3, 9_000_000)) -> Path:
+    rng = np.random.default_rng(len(sizes))
+    folder.mkdir(parents=True)
+    tensors = {f"w{i}": rng.integers(0, 256, 2 * (size // 2 + 1), np.uint8) for i, size in enumerate(sizes)}
+    reshard.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "made"}')
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return made(tmp_path / "model")
+
+
+def content(place: Path | Location) -> dict[str, bytes]:
+    """The files of a folder or the one file, without what conversions leave beside them."""
+    if isinstance(place, Location):
+        found = dict.fromkeys(name for name, _ in store_of(place).below(place.path))
+        names = [name for name in found if ".reshard." not in name]
+        return {name: b"".join((place / name).pieces()) for name in names} or {"": b"".join(place.pieces())}
+    if place.is_file():
+        return {"": place.read_bytes()}
+    return {str(one.relative_to(place)): one.read_bytes() for one in place.rglob("*") if one.is_file()}
+
+
+def store_of(place: Location) -> RemoteStore:
+    assert isinstance(place.store, RemoteStore)
+    return place.store
+
+
+def uploads_of(place: Location) -> list[str]:
+    found, reason = store_of(place).unfinished_uploads([place.parent.path], is_file=False, wait_s=20)
+    assert reason is None
+    return [one.key for one in found if one.key.startswith(place.path.removeprefix(f"{store_of(place).root}/"))]
+
+
+def claims_of(place: Location, kind: str) -> list[str]:
+    home = buckets.home_of(place) if kind == "file" else place
+    return [name for name, _ in store_of(home).below(home.path) if name == ".reshard.convert.staging"]
+
+
+def is_whole(place: Location) -> bool:
+    try:
+        with reshard.open(place) as opened:
+            opened.load()
+    except ReshardError:
+        return False
+    return True
+
+
+def target_of(folder: Location, kind: str) -> Location:
+    return folder / f"{next(_numbers)}{'.safetensors' if kind == 'file' else ''}"
+
+
+@pytest.fixture
+def folder(s3: S3Server) -> Location:
+    return locate(f"s3://{BUCKET}/parts-{os.getpid()}-{next(_numbers)}")
+
+
+@pytest.fixture
+def proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy between the package and the server."""
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+@pytest.mark.slow(disk=False)
+def test_any_shares_in_any_order_are_byte_for_byte_one_process(
+    bucket: tuple[Location, Proxy], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder, proxy = bucket
+    rng = random.Random(f"{SEED} {request.node.name}")
+    for case in range(3 * FACTOR):
+        kind = rng.choice(list(DESTINATIONS)[:4])
+        sizes = [rng.randrange(1, 3_000_000) for _ in range(rng.randrange(4))] + [rng.randrange(33_000_000, 80_000_000)]
+        rng.shuffle(sizes)
+        source = made(tmp_path / str(case), sizes)
+        target, n_shares = target_of(folder, kind), rng.randrange(1, 8)
+        alone = tmp_path / f"alone{case}{target.suffix}"
+        report = reshard.convert(source, alone, **DESTINATIONS[kind])
+        order = rng.sample(range(n_shares), n_shares)
+        proxy.log.clear()
+        for n, index in enumerate(order):
+            if n:
+                assert not is_whole(target)
+            one = reshard.convert(source, str(target), share=(index, n_shares), **DESTINATIONS[kind])
+            assert one.pending == tuple(sorted(order[n + 1 :]))
+        place = f"seed {SEED}, case {case}, {kind}, {n_shares} shares, {sizes}"
+        assert (one.n_files, one.n_bytes) == (report.n_files, report.n_bytes), place
+        assert content(target) == content(alone), place
+        if target.path.startswith("s3"):
+            assert uploads_of(target) == [], place
+
+
+def test_ranges_are_complete_parts_and_all_shares_have_some(folder: Location, source: Path, tmp_path: Path) -> None:
+    target = target_of(folder, "file")
+    reports = [reshard.convert(source, str(target), share=(index, 3)) for index in range(3)]
+    reshard.convert(source, tmp_path / "alone.safetensors")
+    n_bytes = (tmp_path / "alone.safetensors").stat().st_size
+    assert [one.n_bytes for one in reports] == [_PART, _PART, n_bytes]
+    assert content(target) == content(tmp_path / "alone.safetensors")
+    assert cut_files([10, 40 << 20, 40 << 20], 1, {1})[0][1:] == [(1, 0, 40 << 20, True), (2, 0, 40 << 20, False)]
+    assert cut_files([10, 40 << 20], 1, {1}) == [[(0, 0, 10, True)]]
+    assert cut_files([], 2, ()) == [[], []]
+
+
+@pytest.mark.slow(disk=False)
+def test_a_file_with_sums_is_written_by_one_share(folder: Location, source: Path, tmp_path: Path) -> None:
+    for name in ("hf", "w.pt"):
+        reshard.convert(source, tmp_path / name, to="torch")
+        reports = [reshard.convert(source, str(folder / name), to="torch", share=(index, 3)) for index in range(3)]
+        assert [one.n_files for one in reports] == [0, 0, 1 if name == "w.pt" else reports[2].n_files]
+        assert content(folder / name) == content(tmp_path / name)
+        assert uploads_of(folder / name) == []
+
+
+class InProcess:
+    """A place whose shares are written one after the other; the last one fails with an error, if there is one."""
+
+    cpus = 1
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def n_shares(self, n_bytes: int) -> int:
+        del n_bytes
+        return 3
+
+    def run(self, work: Any, n_shares: int, done: Any) -> list[Any]:
+        for share in range(n_shares):
+            if self.error is not None and share == n_shares - 1:
+                raise self.error
+            done(ShareRun(share, "host", 0, work(share)[0], 0.0))
+        return [None] * n_shares
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_fails_or_is_interrupted_leaves_no_upload_and_the_old_file(
+    folder: Location, source: Path, tmp_path: Path, kind: str
+) -> None:
+    target, options = target_of(folder, kind), DESTINATIONS[kind]
+    for error in (StorageError("a worker died"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            reshard.convert(source, str(target), on=InProcess(error), **options)
+        assert (uploads_of(target), target.kind(), claims_of(target, kind)) == ([], None, [])
+    report = reshard.convert(source, str(target), on=InProcess(), **options)
+    assert all(run.n_bytes for run in report.shares)
+    alone = tmp_path / f"alone{target.suffix}"
+    reshard.convert(source, alone, **options)
+    assert content(target) == content(alone)
+    assert (uploads_of(target), claims_of(target, kind)) == ([], [])
+    if kind == "file":  # it is there until the new one is complete
+        with pytest.raises(StorageError):
+            reshard.convert(source, str(target), on=InProcess(StorageError("died")), overwrite=True, **options)
+        assert content(target) == content(alone)
+        assert uploads_of(target) == []
+    with pytest.raises(DestinationExistsError):
+        reshard.convert(source, str(target), share=(0, 2), **options)
+    for index in (1, 0):
+        reshard.convert(source, str(target), share=(index, 2), overwrite=True, **options)
+    assert content(target) == content(alone)
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("next_one", ["one process", "shares"])
+def test_the_next_conversion_ends_the_uploads_of_one_that_was_killed(
+    folder: Location, source: Path, tmp_path: Path, kind: str, next_one: str
+) -> None:
+    target, options = target_of(folder, kind), DESTINATIONS[kind]
+    assert reshard.convert(source, str(target), share=(0, 2), **options).pending == (1,)
+    home = buckets.home_of(target) if kind == "file" else target
+    claim = home / ".reshard.convert.staging"
+    found = json.loads(claim.read_small(10_000))
+    (name,) = found["uploads"]
+    file = target.parent / name if kind == "file" else target / name
+    store_of(target).begin_upload(str(file))  # by a process that was killed before its claim named it
+    assert len(uploads_of(target)) == 2
+    other = {"dtype": "bfloat16", **options}
+    how: list[dict[str, Any]] = [{"share": (1, 2)}, {"share": (0, 2)}] if next_one == "shares" else [{}]
+    with pytest.raises(DestinationExistsError, match=r"another conversion|is not empty"):
+        reshard.convert(source, str(target), **how[0], **other)
+    for one in how:
+        report = reshard.convert(source, str(target), overwrite=True, **one, **other)
+    assert report.pending == ()
+    assert (uploads_of(target), claims_of(target, kind)) == ([], [])
+    alone = tmp_path / f"alone{target.suffix}"
+    reshard.convert(source, alone, **other)
+    assert content(target) == content(alone)
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_an_upload_that_the_service_has_ended_is_begun_anew(
+    folder: Location, source: Path, tmp_path: Path, kind: str
+) -> None:
+    target, options = target_of(folder, kind), DESTINATIONS[kind]
+    alone = tmp_path / f"alone{target.suffix}"
+    reshard.convert(source, alone, **options)
+    for n_shares_before in (1, 2):  # one of the shares finds out, or the one that publishes
+        target = target_of(folder, kind)
+        reports = [reshard.convert(source, str(target), share=(0, 3), **options)]
+        if n_shares_before == 2:
+            reports.append(reshard.convert(source, str(target), share=(1, 3), **options))
+        home = buckets.home_of(target) if kind == "file" else target
+        ((name, (upload, _)),) = json.loads((home / ".reshard.convert.staging").read_small(10_000))["uploads"].items()
+        store_of(target).end_upload(str((target.parent if kind == "file" else target) / name), upload)
+        with pytest.raises(StorageError, match="NoSuchUpload") as caught:
+            reshard.convert(source, str(target), share=(2, 3), **options)
+        assert "overwrite=True" in (caught.value.hint or "")
+        with pytest.raises(DestinationExistsError, match="another conversion"):
+            reshard.convert(source, str(target), share=(2, 3), **options)
+        assert content(target).keys() <= {"config.json"} if kind == "folder" else target.kind() is None
+        for index in (2, 0, 1):
+            report = reshard.convert(source, str(target), share=(index, 3), overwrite=True, **options)
+        assert report.pending == ()
+        assert content(target) == content(alone)
+        assert (uploads_of(target), claims_of(target, kind)) == ([], [])
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_of_shares_that_begin_at_the_same_time_one_begins_the_upload(
+    proxy: Proxy, folder: Location, source: Path, tmp_path: Path, kind: str
+) -> None:
+    alone = tmp_path / ("alone.safetensors" if kind == "file" else "alone")
+    reshard.convert(source, alone, **DESTINATIONS[kind])
+    for number in range(3):
+        target = target_of(folder, kind)
+        assert not [one for one in at_once(source, target, kind) if isinstance(one, Exception)]
+        assert content(target) == content(alone)
+        begun = [path for method, path, *_ in proxy.log if method == "POST" and re.search("[?&]uploads", path)]
+        assert len(begun) == number + 1
+        assert (uploads_of(target), claims_of(target, kind)) == ([], [])
+
+
+def at_once(source: Path, target: Location, kind: str) -> list[object]:
+    """What becomes of three shares that begin together."""
+    outcomes: list[object] = []
+    meet = threading.Barrier(3)
+
+    def one(index: int) -> None:
+        meet.wait(30)
+        try:
+            outcomes.append(reshard.convert(source, str(target), share=(index, 3), **DESTINATIONS[kind]))
+        except ReshardError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+@pytest.fixture
+def _brief_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_PREPARED_SECONDS", 0.0)
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.usefixtures("_brief_preparation")
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_shares_that_are_killed_at_random_requests_leave_the_same_bytes_and_no_upload(
+    proxy: Proxy, folder: Location, source: Path, tmp_path: Path, kind: str
+) -> None:
+    rng, n_killed, n_anew = random.Random(f"{SEED} {kind}"), 0, 0
+    alone = tmp_path / ("alone.safetensors" if kind == "file" else "alone")
+    reshard.convert(source, alone, **DESTINATIONS[kind])
+    for case in range(10 * FACTOR):
+        target, how, place = target_of(folder, kind), dict(DESTINATIONS[kind]), f"seed {SEED}, case {case}"
+        todo = rng.sample(range(3), 3)
+        while todo:
+            write = functools.partial(reshard.convert, source, str(target), share=(todo[0], 3), **how)
+            n_killed += killed_at(proxy, rng, write)
+            if kind == "file" and target.kind() is not None:
+                assert content(target) == content(alone), place
+            outcome = report_or_refusal(write)
+            if isinstance(outcome, reshard.ConvertReport):
+                todo = todo[1:] or list(outcome.pending)
+            else:  # it was killed while it prepared the folder, or after the publication
+                assert "overwrite=True" in (outcome.hint or ""), (place, outcome)
+                how["overwrite"] = True
+                n_anew += 1
+        assert content(target) == content(alone), place
+        assert (uploads_of(target), claims_of(target, kind)) == ([], []), place
+    assert n_killed > 10 * FACTOR
+    print(f"{n_killed} shares killed, {n_anew} times with `overwrite`, seed {SEED}")
+
+
+def report_or_refusal(write: Callable[[], reshard.ConvertReport]) -> reshard.ConvertReport | DestinationExistsError:
+    try:
+        return write()
+    except DestinationExistsError as error:
+        return error
+
+
+def killed_at(proxy: Proxy, rng: random.Random, work: Callable[[], object]) -> bool:
+    """Do work in a child that is killed at a random change, before or after the service has got it."""
+    number, is_after, changes, is_killed = rng.randrange(9), rng.random() < 0.5, itertools.count(), False
+    child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+
+    def kill(method: str, path: str) -> None:
+        del path
+        nonlocal is_killed
+        if method not in ("GET", "HEAD") and next(changes) == number:
+            is_killed = True
+            child.kill()
+            child.join(30)
+            raise ConnectionAbortedError
+
+    if is_after:
+        proxy.after = kill
+    else:
+        proxy.before = kill
+    child.start()
+    child.join(60)
+    proxy.before = proxy.after = None
+    return is_killed
+
+
+def test_parts_that_are_not_those_of_the_file_are_refused(folder: Location, source: Path) -> None:
+    target = target_of(folder, "file")
+    store = store_of(target)
+    upload = store.begin_upload(str(target))
+    with pytest.raises(ArgumentError, match="has 1 parts, expected 3"):
+        store.complete_upload(str(target), upload, 40 << 20, ["x"])
+    with pytest.raises(StorageError):
+        store.complete_upload(str(target), upload, 40 << 20, ["x", "y", "z"])
+    store.end_upload(str(target), upload)
+    store.end_upload(str(target), upload)
+    assert uploads_of(target) == []
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+    records = buckets.home_of(target)
+    (record,) = (records / name for name, _ in store.below(records.path) if name.endswith("share-0.json"))
+    found = json.loads(record.read_small(100_000))
+    (one,) = found["parts"].values()
+    assert SentParts(*one).first == 0
+    one[3] = 1  # not where the file begins
+    record.replace(json.dumps(found))
+    with pytest.raises(DamagedFileError, match="disagree on"):
+        reshard.convert(source, str(target), share=(1, 2))
+    assert target.kind() is None
