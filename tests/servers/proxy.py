@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator
 
 _BLOCK_BYTES = 1 << 18
@@ -75,8 +76,8 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def before_server(port: int) -> Iterator[Proxy]:
-    """Run a proxy before the server at a port of this host."""
+def before_server(port: int, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
+    """Run a proxy before the server at a port of this host, also one that speaks TLS as `localhost`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -161,7 +162,10 @@ def before_server(port: int) -> Iterator[Proxy]:
             """A client that closes a connection is no error."""
 
     server = Server(("127.0.0.1", 0), Handler)
-    proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    of = "http://127.0.0.1" if tls is None else "https://localhost"
+    proxy = Proxy(f"{of}:{server.server_address[1]}")
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # it looks so often whether it shall end
     thread.start()
     try:

@@ -118,6 +118,10 @@ impl TorchFile {
     /// # Errors
     /// `Kind::Damaged` if it violates the format, `Kind::Unsupported` for what is refused.
     pub fn read(window: Window<'_>) -> Result<Self> {
+        if window.n_bytes() == 0 {
+            return Err(Error::damaged("the file is empty")
+                .hint("the save was interrupted, or the disk was full"));
+        }
         let head = window.read(0, window.n_bytes().min(32))?;
         if head.starts_with(b"PK\x03\x04") {
             Self::read_zip(window)

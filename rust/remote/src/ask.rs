@@ -191,8 +191,6 @@ pub(crate) fn reason_of(
             format!("the service does not offer it ({answer})")
         }
         Some(answer) => format!("the service answered {answer}"),
-        None => explain(Doing::Looking, address, error, Duration::ZERO)
-            .message()
-            .to_owned(),
+        None => explain(Doing::Looking, address, error).message().to_owned(),
     }
 }

@@ -11,6 +11,7 @@ use crate::failure::{Doing, explain};
 use crate::options::{Options, options_of, url_of};
 use crate::pace::Pace;
 use crate::service::Connector;
+use crate::tls;
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, Checksum};
 use object_store::azure::{AzureConfigKey, MicrosoftAzure, MicrosoftAzureBuilder};
 use object_store::client::ClientConfigKey;
@@ -150,13 +151,13 @@ impl Client {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pace = Arc::default();
         let made = match spec.address.service {
-            Service::S3 => s3(spec, &pace),
+            Service::S3 => s3(spec, &pace, tls::trusted(&spec.environment)?),
             Service::Google => google(spec, &pace),
             Service::Azure => azure(spec, &pace),
             Service::Http => files(spec, &pace).map(|store| (Store::Files(store), None)),
         };
-        let (store, door) = made
-            .map_err(|error| explain(Doing::Connecting, &spec.address, &error, Duration::ZERO))?;
+        let (store, door) =
+            made.map_err(|error| explain(Doing::Connecting, &spec.address, &error))?;
         Ok(Self {
             spec: spec.clone(),
             pid: std::process::id(),
@@ -169,8 +170,12 @@ impl Client {
 
 fn retry(spec: &Spec) -> RetryConfig {
     RetryConfig {
-        backoff: BackoffConfig::default(),
-        max_retries: 20,
+        // Pauses grow from one try to the next: with the default base, the random ones stay at a few hundred ms.
+        backoff: BackoffConfig {
+            base: 4.0,
+            ..BackoffConfig::default()
+        },
+        max_retries: usize::MAX, // the time bounds them
         retry_timeout: spec.options.retry_for.unwrap_or(RETRY_FOR),
     }
 }
@@ -194,9 +199,8 @@ pub(crate) fn connection_options() -> [(ClientConfigKey, String); 5] {
 
 type Made = object_store::Result<(Store, Option<Door>)>;
 
-fn s3(spec: &Spec, pace: &Arc<Pace>) -> Made {
-    let mut builder = AmazonS3Builder::new();
-    let mut connection = ClientOptions::new();
+fn s3(spec: &Spec, pace: &Arc<Pace>, mut connection: ClientOptions) -> Made {
+    let mut builder = AmazonS3Builder::new().with_client_options(connection.clone());
     for (key, value) in spec.environment.with_prefix("AWS_") {
         // AWS_ENDPOINT_URL has a name of its own in `object_store`.
         if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {

@@ -2,6 +2,7 @@
 
 use crate::address::{Address, Service};
 use crate::service::Lost;
+use crate::tls;
 use http::StatusCode;
 use object_store::client::{HttpError, HttpErrorKind};
 use reshard_core::error::Printable;
@@ -9,7 +10,6 @@ use reshard_core::{Error, Kind};
 use std::error::Error as StdError;
 use std::fmt;
 use std::path::Path;
-use std::time::Duration;
 
 /// Error numbers of the system, by which callers tell passing failures from damage.
 const EACCES: i32 = 13;
@@ -170,6 +170,9 @@ pub(crate) fn is_beyond(error: &object_store::Error) -> bool {
 
 /// How a request failed that got no answer.
 fn kind_of(error: &object_store::Error) -> Option<HttpErrorKind> {
+    if tls::Untrusted::of(error).is_some() {
+        return Some(HttpErrorKind::Connect);
+    }
     let lost = chain(error).find_map(|one| one.downcast_ref::<Lost>());
     let failure = || chain(error).find_map(|one| one.downcast_ref::<HttpError>());
     lost.map(|lost| lost.0)
@@ -181,7 +184,7 @@ pub(crate) fn is_sent(error: &object_store::Error) -> bool {
     kind_of(error).is_some_and(|kind| kind != HttpErrorKind::Connect)
 }
 
-fn chain<'a>(
+pub(crate) fn chain<'a>(
     error: &'a (dyn StdError + 'static),
 ) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
     std::iter::successors(Some(error), |&one| one.source())
@@ -194,21 +197,62 @@ pub(crate) fn replaced(address: &Address) -> Error {
         .hint("open it again; nothing that was read is mixed with the new content")
 }
 
+/// How often a request was tried, and for how long.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Tries {
+    pub(crate) n: u64,
+    pub(crate) seconds: f64,
+}
+
+impl Tries {
+    /// Of a request that was tried more than once. `object_store` says it in the text of its error alone.
+    fn of(error: &object_store::Error) -> Option<Self> {
+        chain(error).find_map(|one| {
+            let text = one.to_string();
+            let mut words = text.strip_prefix("Error performing ")?.split(' ');
+            // A method, a URL, and `in 61.2s, after 20 retries`.
+            let place = words.position(|word| word == "in")?;
+            let took = words.next()?.strip_suffix("s,")?;
+            let (took, unit) = took.strip_suffix('m').map_or((took, 1.0), |ms| (ms, 1e-3));
+            let seconds = took.parse::<f64>().ok()? * unit;
+            let n = (place <= 2 && words.next() == Some("after")).then(|| words.next())??;
+            (words.next() == Some("retries,")).then_some(())?;
+            let n: u64 = n.parse().ok()?;
+            Some(Self { n: n + 1, seconds })
+        })
+    }
+}
+
+impl fmt::Display for Tries {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "; it was tried {} times in {:.1} s",
+            self.n, self.seconds
+        )
+    }
+}
+
 /// An error of the core for a failed request.
-pub(crate) fn explain(
+pub(crate) fn explain(doing: Doing, address: &Address, error: &object_store::Error) -> Error {
+    explain_tries(doing, address, error, Tries::of(error))
+}
+
+/// As [`explain`], of a request that was tried so often.
+pub(crate) fn explain_tries(
     doing: Doing,
     address: &Address,
     error: &object_store::Error,
-    retried: Duration,
+    tries: Option<Tries>,
 ) -> Error {
-    let retried = match retried.as_secs() {
-        0 => String::new(),
-        seconds => format!("; it was tried for {seconds} s"),
-    };
+    let retried = tries.map_or_else(String::new, |tries| tries.to_string());
     let failed = |what: String| format!("{doing} {address}: {what}");
     let io = |what: String, errno: i32| Error::new(Kind::Io, failed(what)).errno(errno);
     let made = if let Some(answer) = answer_of(error) {
         of_answer(doing, address, answer, failed, &retried)
+    } else if let Some(tls) = tls::Untrusted::of(error) {
+        let (what, hint) = tls.explained(address.service);
+        io(what, ECONNREFUSED).hint(hint)
     } else if is_insecure(error) {
         let what = "the endpoint begins with http://, and requests without TLS are not allowed";
         io(what.to_owned(), EACCES)
@@ -220,15 +264,10 @@ pub(crate) fn explain(
                 format!("the service cannot be reached ({cause}){retried}"),
                 ECONNREFUSED,
             )
-            .hint(format!(
-                "check the network and {}",
-                endpoint_hint(address.service)
-            )),
+            .hint(network_hint(address.service)),
             HttpErrorKind::Timeout => {
-                io(format!("the service does not answer{retried}"), ETIMEDOUT).hint(format!(
-                    "check the network and {}",
-                    endpoint_hint(address.service)
-                ))
+                io(format!("the service does not answer{retried}"), ETIMEDOUT)
+                    .hint(network_hint(address.service))
             }
             _ => io(format!("the connection failed ({cause}){retried}"), ECOMM).hint("try again"),
         }
@@ -362,7 +401,26 @@ fn is_insecure(error: &object_store::Error) -> bool {
     chain(error).any(|one| one.to_string().contains("URL scheme is not allowed"))
 }
 
-fn endpoint_hint(service: Service) -> &'static str {
+fn network_hint(service: Service) -> String {
+    const NAMES: [&str; 6] = [
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "HTTP_PROXY",
+        "http_proxy",
+    ];
+    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let proxy = NAMES
+        .into_iter()
+        .find(is_set)
+        .map_or_else(String::new, |name| {
+            format!(", and the proxy that {name} names, which NO_PROXY takes out for hosts")
+        });
+    format!("check the network and {}{proxy}", endpoint_hint(service))
+}
+
+pub(crate) fn endpoint_hint(service: Service) -> &'static str {
     match service {
         Service::S3 => "AWS_ENDPOINT_URL, or `endpoint` of `BucketOptions`",
         Service::Google => "`endpoint` of `BucketOptions`",
@@ -460,7 +518,7 @@ mod tests {
     #[test]
     fn errors_name_the_object_the_status_and_what_to_do() {
         let address = Address::parse("s3://b/a/c").unwrap();
-        let of = |doing, one: Answer| explain(doing, &address, &error(one), Duration::from_secs(7));
+        let of = |doing, one: Answer| explain(doing, &address, &error(one));
         let denied = of(Doing::Writing, answer(403, "AccessDenied", None));
         assert_eq!(
             denied.message(),
@@ -492,10 +550,40 @@ mod tests {
             Kind::Damaged
         );
         let busy = of(Doing::Writing, answer(503, "SlowDown", None));
-        assert!(busy.message().ends_with("it was tried for 7 s"));
+        assert!(busy.message().ends_with("(503 SlowDown)"));
         assert_eq!(busy.facts().3, Some(EAGAIN));
         let ended = of(Doing::Writing, answer(404, "NoSuchUpload", None));
         assert_eq!(ended.kind(), Kind::Io);
+    }
+
+    #[test]
+    fn an_error_says_how_often_and_how_long_a_request_was_tried() {
+        #[derive(Debug)]
+        struct Text(&'static str);
+        impl fmt::Display for Text {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.0)
+            }
+        }
+        impl StdError for Text {}
+        let of = |text| {
+            let source = Box::new(Text(text));
+            let store = "S3";
+            Tries::of(&object_store::Error::Generic { store, source })
+        };
+        let end = "max_retries: 20, retry_timeout: 60s  - HTTP error: busy";
+        let text = format!("Error performing PUT REDACTED in 8.43s, after 20 retries, {end}");
+        let tries = of(text.leak()).unwrap();
+        assert_eq!(tries.to_string(), "; it was tried 21 times in 8.4 s");
+        let tries = of("Error performing GET http://a/b in 312.4ms, after 2 retries, ").unwrap();
+        assert_eq!(tries.to_string(), "; it was tried 3 times in 0.3 s");
+        for text in [
+            "Error performing GET http://a/b in 12ms - in 3s, after 4 retries, ",
+            "Error performing GET http://a/b in 3.2s - HTTP error",
+            "in 3s, after 4 retries, ",
+        ] {
+            assert_eq!(of(text), None, "{text}");
+        }
     }
 
     #[test]

@@ -57,8 +57,7 @@ pub fn stat(address: &Address) -> Result<Option<Found>> {
         };
     }
     let client = Client::of(address)?;
-    let failed =
-        |error: &object_store::Error| explain(Doing::Looking, address, error, client.retry_for());
+    let failed = |error: &object_store::Error| explain(Doing::Looking, address, error);
     if !address.key.is_empty() {
         let key = key_of(address)?;
         let head = GetOptions {
@@ -89,8 +88,7 @@ fn first_page(client: &Client, address: &Address, max_keys: Option<usize>) -> Re
     };
     opts.extensions.insert(ForObject);
     let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
-    let listed =
-        listed.map_err(|error| explain(Doing::Listing, address, &error, client.retry_for()))?;
+    let listed = listed.map_err(|error| explain(Doing::Listing, address, &error))?;
     Ok(!listed.result.objects.is_empty())
 }
 
@@ -126,8 +124,7 @@ pub fn below(
         };
         opts.extensions.insert(ForObject);
         let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
-        let listed =
-            listed.map_err(|error| explain(Doing::Listing, address, &error, client.retry_for()))?;
+        let listed = listed.map_err(|error| explain(Doing::Listing, address, &error))?;
         for object in listed.result.objects {
             let name = object.location.as_ref().strip_prefix(start);
             // A service can ignore where the list begins.
@@ -173,8 +170,7 @@ pub fn entries(address: &Address, max_pages: usize) -> Result<Entries> {
         };
         opts.extensions.insert(ForObject);
         let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
-        let listed =
-            listed.map_err(|error| explain(Doing::Listing, address, &error, client.retry_for()))?;
+        let listed = listed.map_err(|error| explain(Doing::Listing, address, &error))?;
         for folder in listed.result.common_prefixes {
             is_folder = true;
             if let Some(name) = folder.as_ref().strip_prefix(start) {

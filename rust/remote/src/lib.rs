@@ -14,6 +14,7 @@ mod failure;
 mod environment;
 
 mod service;
+mod tls;
 
 mod pace;
 

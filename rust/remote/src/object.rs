@@ -115,9 +115,7 @@ impl Object {
     /// whether the object is replaced.
     pub fn open(address: &Address) -> Result<Self> {
         let client = Client::of(address)?;
-        let failed = |error: &object_store::Error| {
-            explain(Doing::Opening, address, error, client.retry_for())
-        };
+        let failed = |error: &object_store::Error| explain(Doing::Opening, address, error);
         let key = key_of(address)?;
         let cache = cache_of(address);
         let first = GetOptions {
@@ -266,9 +264,7 @@ impl Object {
 
     /// One request. Bytes between the parts are dropped as they arrive.
     async fn fetch(&self, client: &Client, to: &mut [Part<'_>]) -> Result<()> {
-        let failed = |error: object_store::Error| {
-            explain(Doing::Reading, &self.address, &error, client.retry_for())
-        };
+        let failed = |error: object_store::Error| explain(Doing::Reading, &self.address, &error);
         let (start, end) = span_of(to);
         let options = GetOptions {
             range: Some(GetRange::Bounded(start..end)),
@@ -404,5 +400,5 @@ pub fn read_small(address: &Address, max_bytes: u64) -> Result<Option<Vec<u8>>> 
     };
     runtime()?
         .block_on(read)
-        .map_err(|error| explain(Doing::Reading, address, &error, client.retry_for()))
+        .map_err(|error| explain(Doing::Reading, address, &error))
 }

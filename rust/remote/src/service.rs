@@ -3,6 +3,7 @@
 
 use crate::failure::Answer;
 use crate::pace::Pace;
+use crate::tls;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use object_store::ClientOptions;
@@ -95,6 +96,7 @@ impl HttpService for Watched {
         if is_for_object {
             crate::object::count_request();
         }
+        let host = tls::host_of(request.uri());
         let sent = self.inner.execute(request).await;
         let is_throttled = match &sent {
             Ok(response) => matches!(response.status().as_u16(), 429 | 503),
@@ -103,6 +105,7 @@ impl HttpService for Watched {
         if is_for_object && is_throttled {
             self.pace.note_throttled();
         }
+        let sent = sent.map_err(|error| tls::once_if_untrusted(error, &host));
         let response = sent.map_err(|error| match error.kind() {
             // Without a connection nothing was sent. `Unknown` is not tried again.
             kind if !is_once || kind == HttpErrorKind::Connect => error,

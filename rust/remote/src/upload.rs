@@ -311,12 +311,7 @@ impl<'a> Upload<'a> {
     }
 
     fn explain(&self, error: &object_store::Error) -> Error {
-        explain(
-            Doing::Writing,
-            &self.address,
-            error,
-            self.client.retry_for(),
-        )
+        explain(Doing::Writing, &self.address, error)
     }
 
     /// Runs a request, unless the run is cancelled.

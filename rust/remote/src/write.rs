@@ -2,7 +2,9 @@
 
 use crate::address::{Address, Service};
 use crate::client::{Client, runtime};
-use crate::failure::{Doing, Refusal, answer_of, explain, is_missing, is_sent, refusal_of};
+use crate::failure::{
+    Doing, Refusal, Tries, answer_of, explain, explain_tries, is_missing, is_sent, refusal_of,
+};
 use crate::object::key_of;
 use crate::service::{ForObject, Once};
 use bytes::Bytes;
@@ -50,7 +52,7 @@ pub fn put(address: &Address, content: Vec<u8>) -> Result<()> {
     options.extensions.insert(ForObject);
     let sent = client.objects().put_opts(&key, content.into(), options);
     let sent = runtime()?.block_on(sent);
-    sent.map_err(|error| explain(Doing::Writing, address, &error, client.retry_for()))?;
+    sent.map_err(|error| explain(Doing::Writing, address, &error))?;
     Ok(())
 }
 
@@ -64,7 +66,9 @@ pub fn put_new(address: &Address, content: Vec<u8>) -> Result<PutNew> {
     let client = Client::of(address)?;
     let key = key_of(address)?;
     let content = Bytes::from(content);
-    let end = Instant::now() + client.retry_for();
+    let begun = Instant::now();
+    let end = begun + client.retry_for();
+    let mut n_tries = 0;
     let mut pause = FIRST_PAUSE;
     runtime()?.block_on(async {
         loop {
@@ -77,7 +81,12 @@ pub fn put_new(address: &Address, content: Vec<u8>) -> Result<PutNew> {
             let Err(error) = sent.await else {
                 return Ok(PutNew::Created);
             };
-            let explained = || explain(Doing::Writing, address, &error, client.retry_for());
+            n_tries += 1;
+            let tries = (n_tries > 1).then(|| Tries {
+                n: n_tries,
+                seconds: begun.elapsed().as_secs_f64(),
+            });
+            let explained = || explain_tries(Doing::Writing, address, &error, tries);
             match answer_of(&error).map(refusal_of) {
                 Some(Refusal::Exists) => return Ok(PutNew::Exists),
                 // An answer that says that nothing was written.
@@ -118,12 +127,7 @@ pub fn remove(addresses: &[Address]) -> Result<()> {
         match result {
             Err(error) if !is_missing(&error) => {
                 let address = addresses.get(number).unwrap_or(first);
-                return Err(explain(
-                    Doing::Removing,
-                    address,
-                    &error,
-                    client.retry_for(),
-                ));
+                return Err(explain(Doing::Removing, address, &error));
             }
             _ => {}
         }

@@ -21,7 +21,8 @@ const READ_BYTES: u64 = 1 << 20;
 /// A part: a tensor of an index.
 #[derive(Debug)]
 pub(super) struct Part {
-    key: String,
+    /// Its role and the name of its weight, as the caller of `add_to` names it.
+    pub(super) key: String,
     /// Its dtype.
     pub(super) dtype: Dtype,
     /// Its shape in the index.

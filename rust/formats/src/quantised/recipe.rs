@@ -437,8 +437,11 @@ fn gptq<O: Number>(
     );
     let zeros = reader.words(1, &[0, low], &[n_groups, high - low])?;
     let order = reader.words(3, &[tile.columns.start], &[tile.n_columns() as u64])?;
-    if order.iter().any(|group| u64::from(*group) >= n_groups) {
-        let message = format!("`g_idx` of a weight of GPTQ names a group beyond its {n_groups}");
+    if let Some(group) = order.iter().find(|group| u64::from(**group) >= n_groups) {
+        let key = &reader.part(3)?.key;
+        let (role, weight) = key.split_once(' ').unwrap_or(("g_idx", key));
+        let message =
+            format!("`{role}` of `{weight}` names group {group}; expected less than {n_groups}");
         return Err(Error::damaged(message));
     }
     let code = |words: &[u32], step: usize, start: usize, at: u64, base: u64| {
