@@ -14,7 +14,7 @@ from tests.helpers.mesh_files import distributed, save_ranks
 
 import reshard
 from reshard.config import Config
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.opening.gather import gather
 from reshard.opening.what_is_there import what_is_there
 from reshard.resume import RunFacts
@@ -276,3 +276,26 @@ def test_tensors_of_a_mesh_are_refused_with_a_way_out(tmp_path: Path) -> None:
         gather(Config(str(tmp_path / "state.pt"), resume=False))
     assert "files of all ranks" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_index_in_a_list_of_files_is_no_file_of_weights(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "m", "a.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    for given in ([folder / "a.safetensors", index], f"{folder}/*"):
+        with pytest.raises(ArgumentError, match="is an index of weight files, and a list or a pattern names") as caught:
+            reshard.open(given)
+        assert caught.value.path == str(index)
+        assert f"open `{index}` alone, which opens all files that it lists" in str(caught.value.hint)
+    assert list(reshard.open(index)) == ["w"]
+    index.rename(folder / "config.json")
+    with pytest.raises(ArgumentError, match="is a JSON file, and a list") as caught:
+        reshard.open(f"{folder}/*")
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.pt", "w.gguf", "w.ckpt", "w.safetensors", "w.nemo"])
+def test_an_empty_file_is_called_empty(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    for given in (tmp_path / name, [tmp_path / name]):
+        with pytest.raises(ReshardError, match=r"is empty|has 0 bytes"):
+            reshard.open(given)

@@ -172,6 +172,9 @@ def test_a_cut_through_a_block_is_refused(tmp_path: Path) -> None:
     with reshard.open(tmp_path / "out") as checkpoint:
         assert checkpoint.load(sized, rank=1)["a.weight_scale_inv"].shape == (3, 2)
     reshard.save_file(weight("bnb-4bit", "a", RNG(2)), tmp_path / "nf4.safetensors")
+    by_columns = {"mesh": {"tp": 2}, "rules": [{"match": "a.weight", "cut": [None, "tp"]}]}  # the dim has one element
+    with pytest.raises(LayoutError, match="the layout divides it: it can be kept whole"):
+        reshard.convert(tmp_path / "nf4.safetensors", tmp_path / "nf4", layout=by_columns)
     with pytest.raises(LayoutError, match="the layout divides it: it can be kept whole"):
         reshard.convert(tmp_path / "nf4.safetensors", tmp_path / "no", layout=layout)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
 from reshard.storage.location import Location, locate
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
@@ -26,7 +27,7 @@ def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
         path: a list of paths, or a path.
 
     Raises:
-        ArgumentError: a pattern matches too many files.
+        ArgumentError: a pattern matches too many files, or an index is among them.
 
     Example:
         >>> import numpy as np, reshard
@@ -38,7 +39,7 @@ def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
         True
     """
     if isinstance(path, list | tuple):
-        return [locate(one) for one in path]
+        return _weights([locate(one) for one in path])
     target = locate(path)  # type: ignore[arg-type]
     if not any(sign in target.path for sign in _MAGIC) or target.exists():
         return None
@@ -51,7 +52,23 @@ def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
         raise ArgumentError(
             f"the pattern matches {len(files)} files, at most {_MAX_FILES} are opened", path=str(target)
         )
-    return files or None
+    return _weights(files) or None
+
+
+def _weights(files: list[Location]) -> list[Location]:
+    """The files. Raises ArgumentError if one of them is a text about weights."""
+    for file in files:
+        if file.suffix == ".json":
+            is_index = file.name.endswith(".index.json")
+            what = "an index of weight files" if is_index else "a JSON file"
+            raise ArgumentError(
+                f"{show(str(file))} is {what}, and a list or a pattern names the files of weights themselves",
+                path=str(file),
+                hint=f"open {show(str(file))} alone, which opens all files that it lists; or leave it out"
+                if is_index
+                else "leave it out",
+            )
+    return files
 
 
 def common_folder(files: Sequence[Location]) -> Location:

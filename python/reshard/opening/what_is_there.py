@@ -166,6 +166,8 @@ def optimizer_files(path: Location) -> list[str]:
 
 
 def _file(path: Location) -> There:
+    if path.stat(follow_links=True).n_bytes == 0:
+        return There("it is empty", "the save or the download was interrupted, or the disk was full")
     what = _look(path)
     tool = _tool_of([path.name])
     text = f"it looks like {what}" if what is not None else "its content has no known format"

@@ -146,9 +146,15 @@ def bind_together(
     """
     weights = list(weights)
     followers = {key for one in weights for key in one.parts.values() if key != one.packed}
-    bound = layout.bind(
-        {key: shape for key, shape in shapes.items() if key not in followers}, optimizer_keys=optimizer_keys
-    )
+    packed_shapes = {key: shape for key, shape in shapes.items() if key not in followers}
+    try:
+        bound = layout.bind(packed_shapes, optimizer_keys=optimizer_keys)
+    except LayoutError as error:
+        one = next((one for one in weights if one.is_whole and one.packed == error.key), None)
+        if one is None:
+            raise
+        # The sizes of such a tensor are those of bytes in a row: advice on them would be wrong.
+        raise _undivided(one, "divides it") from error
     mesh = dict(bound.mesh.axes)
     layouts = dict(bound.tensor_layouts)
     joined = {key: join.name for join in bound.joins for key in join.keys}
@@ -187,16 +193,19 @@ def _bounds(one: Quantised, layout: TensorLayout, mesh: Mapping[str, int]) -> di
     if not divided and math.prod(mesh[axis] for axis in partition.flat) == 1 and not partition.is_reordered:
         return {}
     if one.is_whole or partition.is_reordered or math.prod(mesh[axis] for axis in partition.flat) > 1:
-        how = "reorders its dims" if partition.is_reordered else "divides it"
-        can = "kept whole" if one.is_whole else "divided by its dims only, in their order"
-        raise LayoutError(
-            f"{show(one.packed)} is quantised ({KINDS[one.kind].title}), and the layout {how}: it can be {can}",
-            key=one.packed,
-            hint=f"keep it whole; or {_DEQUANTISE}",
-        )
+        raise _undivided(one, "reorders its dims" if partition.is_reordered else "divides it")
     return {
         dim: _bounds_of(one, layout, dim, math.prod(mesh[axis] for axis in partition.axes_of(dim))) for dim in divided
     }
+
+
+def _undivided(one: Quantised, how: str) -> LayoutError:
+    can = "kept whole" if one.is_whole else "divided by its dims only, in their order"
+    return LayoutError(
+        f"{show(one.packed)} is quantised ({KINDS[one.kind].title}), and the layout {how}: it can be {can}",
+        key=one.packed,
+        hint=f"keep it whole; or {_DEQUANTISE}",
+    )
 
 
 def _bounds_of(one: Quantised, layout: TensorLayout, dim: int, n: int) -> list[tuple[int, bool, int]]:

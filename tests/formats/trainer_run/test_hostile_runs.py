@@ -92,7 +92,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a pipe as state": (replaced(STATE, os.mkfifo), "is not a regular file"),
     "a state that leads to nothing": (replaced(STATE, lambda file: file.symlink_to("gone")), "there is no file"),
     "a state that leads to itself": (replaced(STATE, lambda file: file.symlink_to(file)), "is a symbolic link"),
-    "an empty optimizer": (cut(OPTIMIZER, 0), "no file of `torch.save`"),
+    "an empty optimizer": (cut(OPTIMIZER, 0), "the file is empty"),
     "four bytes of an optimizer": (cut(OPTIMIZER, 4), "too short"),
     "100 bytes of an optimizer": (cut(OPTIMIZER, 100), "the file is cut short"),
     "text as optimizer": (lambda folder: (folder / OPTIMIZER).write_text("hello"), "no file of `torch.save`"),
@@ -103,12 +103,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "an optimizer that runs code": (saved(OPTIMIZER, {"state": RunsCode(), "param_groups": []}), "which can run code"),
     "a sparse state": (first(exp_avg=torch.eye(3).to_sparse()), "is not supported"),
     "a scheduler that runs code": (saved(SCHEDULER, {"last_epoch": RunsCode()}), "which can run code"),
-    "an empty scheduler": (cut(SCHEDULER, 0), "no file of `torch.save`"),
+    "an empty scheduler": (cut(SCHEDULER, 0), "the file is empty"),
     "a scheduler that is cut off": (cut(SCHEDULER, 50), "the file is cut short"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "the state of a run, and no weights"),
     "empty weights": (cut(WEIGHTS, 0), "the file has 0 bytes"),
     "weights that are cut off": (cut(WEIGHTS, 100), "but only 92 bytes follow"),
     "two optimizers of FSDP and not": (saved("optimizer.bin", {}), "both fit"),
+    "a second optimizer of accelerate": (
+        saved("optimizer_1.bin", {}),
+        r"`.*/optimizer_1\.bin` and `.*/optimizer\.pt` both fit",
+    ),
+    "weights of FSDP": (saved("pytorch_model_fsdp.bin", {}), r"`.*_fsdp\.bin` and `.*/optimizer\.pt` both fit"),
+    "a save of DeepSpeed": (lambda folder: (folder / "global_step4").mkdir(), "global_step4` and .* both fit"),
     "an empty folder of an optimizer": (lambda folder: (folder / "optimizer_0").mkdir(), "both fit"),
 }
 

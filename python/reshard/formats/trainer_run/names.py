@@ -85,7 +85,7 @@ def holds_deepspeed(names: Collection[str]) -> bool:
 
 
 def rivals(names: Collection[str]) -> tuple[str, str] | None:
-    """Two files or folders among these names that both hold the weights, or both the optimizer.
+    """Two files or folders among these names that belong to saves of different kinds, of which one would be ignored.
 
     Example:
         >>> rivals(["optimizer_0", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"])
@@ -96,10 +96,14 @@ def rivals(names: Collection[str]) -> tuple[str, str] | None:
         if len(there) > 1:
             return there[0], there[1]
     of_run = files(names)
-    of_fsdp = next((name for name in (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER) if name in names), None)
-    if of_run is not None and of_run.optimizer == OPTIMIZER_FILE and of_fsdp is not None:
-        return of_fsdp, OPTIMIZER_FILE
-    return None
+    if of_run is None or of_run.model is not None:  # beside weights of FSDP, `optimizer.pt` is what rank 0 has of it
+        return None
+    of_deepspeed = sorted(filter(_OF_DEEPSPEED.fullmatch, names))
+    taken = of_deepspeed[0] if of_run.is_deepspeed else of_run.optimizer
+    others = [_SHARDED_OPTIMIZER, _FULL_OPTIMIZER, *_SECOND, SHARDED_MODEL, _FULL_MODEL]
+    others += [] if of_run.is_deepspeed else of_deepspeed
+    other = next((name for name in others if name in names and name != taken), None)
+    return None if other is None else (other, taken)
 
 
 def files(names: Collection[str]) -> RunFiles | None:
