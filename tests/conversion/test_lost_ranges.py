@@ -137,6 +137,7 @@ def test_what_a_publisher_that_was_killed_has_left_is_removed(tmp_path: Path, so
         (left / "some").write_bytes(b"some")
     assert reshard.convert(source, dst, to=to, share=(1, 2)).pending == ()
     assert [path.name for path in dst.parent.iterdir()] == [name]
+    assert not (dst / "some").exists()
     with reshard.open(source) as expected, reshard.open(dst) as found:
         assert {key: found.read(key).tobytes() for key in found} == {
             key: expected.read(key).tobytes() for key in expected
