@@ -369,6 +369,22 @@ def test_what_a_conversion_that_took_over_and_was_killed_has_left_is_taken_over(
     assert objects_of(target) == files_of(tmp_path / "whole")
 
 
+def test_a_claim_and_a_record_that_are_no_json_count_for_nothing(s3: S3Server, tmp_path: Path, source: Path) -> None:
+    target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+    deep = "[" * 100_000
+    (target / ".reshard.convert.staging").replace(deep)
+    with pytest.raises(DestinationExistsError, match="another conversion writes there, or was killed"):
+        share(source, target, 0)
+    assert share(source, target, 0, overwrite=True).pending == (1,)
+    (record,) = (name for name, _ in buckets.bucket_of(target).below(target.path) if name.endswith("share-0.json"))
+    (target / record).replace(deep)
+    with pytest.raises(DamagedFileError, match="share 0 of 2 does not have the files of its record"):
+        share(source, target, 1, overwrite=True)
+    assert share(source, target, 0, overwrite=True).pending == ()
+    reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
 @pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", ["killed", "lost answer"])
 def test_a_share_that_is_killed_at_a_request_is_written_again(

@@ -17,7 +17,7 @@ from tests.helpers.command_line import run
 from tests.helpers.quantised_samples import ARCHITECTURE, CONFIGS, Array, integers, scales, weight
 
 import reshard
-from reshard.errors import ReshardError
+from reshard.errors import DamagedFileError, ReshardError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -175,3 +175,15 @@ def test_a_model_that_is_wrong_in_one_place(kind: str, tmp_path: Path) -> None:
     last = [case for case in cases(kind) if case[0].startswith("without")][-1]
     attempt(tmp_path, last)
     assert run("inspect", tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("names", ["7", "[", '[["a"]]', '{"a.weight": 1}', "null", "[" * 100_000, "9" * 5_000])
+def test_names_in_a_header_that_are_no_list(names: str, tmp_path: Path) -> None:
+    _, arrays, entry, header = whole("torchao")
+    (tmp_path / "m").mkdir()
+    reshard.save_file(arrays, tmp_path / "m" / "model.safetensors", metadata={**header, "tensor_names": names})
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**ARCHITECTURE, "quantization_config": entry}))
+    with pytest.raises(
+        DamagedFileError, match=r"model.safetensors` has `tensor_names` .*, expected a list of the names"
+    ):
+        reshard.convert(tmp_path / "m", tmp_path / "out", to="huggingface")

@@ -275,7 +275,7 @@ class BucketShares:
     def _json(self, name: str) -> dict[str, Any]:
         try:
             content: Any = json.loads((self.folder / name).read_small(_MAX_RECORD_BYTES))
-        except CheckpointNotFoundError:
+        except (CheckpointNotFoundError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

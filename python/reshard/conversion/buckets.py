@@ -477,7 +477,7 @@ def _read_claim(target: Location, name: str) -> _Claim | None:
 def _claim_of(name: str, content: bytes) -> _Claim:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     found = found if isinstance(found, dict) else {}
     token = found.get("token")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING
 
+from reshard.documents.strict_json import parse_json
+from reshard.errors import DamagedFileError
 from reshard.quantised.config import METHODS, Said, said
 from reshard.quantised.kinds import KINDS
 from reshard.quantised.recognise import may_be_quantised, recognise
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +55,9 @@ def described(weights: Mapping[str, Quantised], index: _core.Index) -> dict[str,
     Args:
         weights: the quantised weights of an index, by name.
         index: the index.
+
+    Raises:
+        DamagedFileError: the header of a file lists no names.
     """
     if not any(KINDS[one.kind].named for one in weights.values()):
         return {}
@@ -58,8 +65,21 @@ def described(weights: Mapping[str, Quantised], index: _core.Index) -> dict[str,
     names: list[str] = []
     for file in range(index.n_files):
         metadata = index.file_metadata(file) or {}
-        text = metadata.get(_NAMES)
-        if text is not None:
-            names += json.loads(text)
-            found |= {name: metadata[name] for name in json.loads(text) if name in metadata}
+        if (text := metadata.get(_NAMES)) is not None:
+            of_file = _names_in(text, str(index.file_path(file)))
+            names += of_file
+            found |= {name: metadata[name] for name in of_file if name in metadata}
     return {**found, _NAMES: json.dumps(list(dict.fromkeys(names)))}
+
+
+def _names_in(text: str, path: str) -> list[str]:
+    with contextlib.suppress(DamagedFileError):
+        names = parse_json(text.encode(), _NAMES)
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+    raise DamagedFileError(
+        f"the header of {show(path)} has {show(_NAMES)} {show(text)}, expected a list of the names of tensors",
+        path=path,
+        key=_NAMES,
+        hint="fetch the file again",
+    )
