@@ -17,6 +17,7 @@ from reshard.commit import (
     log,
     log_claims,
     log_records,
+    publication,
     roots,
     save_log,
     staging,
@@ -123,8 +124,8 @@ def _staged(root: Location, name: str) -> Leftover:
     path = root / trash.STAGING_FOLDER / name
     parsed = staging.StagedName.parse(name)
     what = f"{_kind(path)}, not part of a checkpoint"
-    if name.startswith("share-"):
-        what = "shares of an unfinished conversion"
+    if name.startswith(publication.SHARED_PREFIX):
+        what = "shares of an unfinished conversion, or of a published one, which the next save removes"
     if parsed is not None:
         is_alive = claims.is_alive(root, parsed.generation)
         state = {

@@ -13,16 +13,20 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.commit import filesystem
-from reshard.errors import DestinationExistsError, StorageError
+from reshard.errors import DestinationExistsError, ReshardError, StorageError
+from reshard.storage.changes import remove_folder, try_lock
 from reshard.storage.store import NO_FOLDER_RENAME
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Hashable, Iterator
 
     from reshard.storage.location import Location
 
 
+SHARED_PREFIX = "share-"
+"""In the name of a folder in which the shares of a conversion write."""
+_RECORD = re.compile(rf"{SHARED_PREFIX}[0-9]+\.json")
 _PUBLISHED = "published"
 
 _log = logging.getLogger("reshard")
@@ -40,6 +44,44 @@ def remove_staging(folder: Location) -> None:
     """Remove a folder with everything in it. Never raises: what cannot be removed stays."""
     with contextlib.suppress(StorageError):
         filesystem.remove_folder(folder, durable=False)
+
+
+def remove_links(folder: Location, target: Location) -> bool:
+    """Remove a folder of shares if each file in it is one of the destination, which was published by links to them.
+
+    So a process leaves it that is killed between the rename and the removal. Files of shares that are still written are
+    in no destination, and a process that publishes has locked the folder.
+
+    Args:
+        folder: the folder of the shares.
+        target: the destination, a file or a folder; what is hidden in it is not compared.
+
+    Returns:
+        Whether it was removed. What cannot be read or removed stays.
+    """
+    try:
+        with try_lock(folder) as is_ours:
+            files = _files_of(folder) if is_ours else set()
+            if not files or not files <= _files_of(target, hidden=False):
+                return False
+            remove_folder(folder)
+    except (ReshardError, OSError) as error:
+        _log.debug("%s stays: %s", folder, error)
+        return False
+    _log.info("%s is removed: its conversion was killed after it had published %s", folder, target)
+    return True
+
+
+def _files_of(place: Location, *, hidden: bool = True) -> set[Hashable]:
+    """Identity and size of each file, without the records of shares."""
+    found = place.stat()
+    if found.kind == "file":
+        return {(found.identity, found.n_bytes)}
+    files: set[Hashable] = set()
+    for name in place.names() if found.kind == "folder" else ():
+        if (hidden or not name.startswith(".")) and not _RECORD.fullmatch(name):
+            files |= _files_of(place / name, hidden=hidden)
+    return files
 
 
 @contextlib.contextmanager

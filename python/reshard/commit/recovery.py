@@ -14,6 +14,7 @@ from reshard.commit import claims, filesystem, roots, staging, trash
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.commit.manifest import TRACKED_FILE
+from reshard.commit.publication import SHARED_PREFIX, remove_links
 from reshard.commit.staging import StagedName
 from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.errors import ReshardError
@@ -63,6 +64,8 @@ def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> tuple[l
         name = StagedName.parse(staged_entry)
         if staged_entry.startswith(PROBE_PREFIX):
             filesystem.remove_folder(root / STAGING_FOLDER / staged_entry, durable=False)
+        elif staged_entry.startswith(SHARED_PREFIX):
+            remove_links(root / STAGING_FOLDER / staged_entry, root)
         # A claim is created only if no other is alive: writers with a lower generation are dead or were replaced.
         elif name is not None and name.generation < claim.generation:
             staged.append(name)

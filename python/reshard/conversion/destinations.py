@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.commit.filling import filled_folder, is_staging
-from reshard.commit.publication import made_folder, published_folder
+from reshard.commit.publication import SHARED_PREFIX, made_folder, published_folder
 from reshard.conversion.bucket_shares import BucketShares, SentParts, ShareRecord, WrittenObject, cut_files
 from reshard.conversion.buckets import BucketFolder, filled_bucket, home_of, left_in
 from reshard.conversion.shares import (
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     Produce = Callable[[Location], Mapping[str, ValueRecord]]
 
-SHARED_PREFIX = "share-"
 _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
 _FILES_AT_ONCE = 1024  # after which progress is reported
 _LARGE_FILE_BYTES = 1 << 30  # the share that writes it keeps the others waiting
@@ -282,11 +281,11 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         )
     own = read_record(gathered, share)
     if own is None:
-        if gathered.parent == job.target.parent and _is_filled(job.target) and not job.overwrite:
+        if _is_filled(published) and not job.overwrite:
             remove_folder(gathered)  # it was made anew: others have published since this share began
             raise DestinationExistsError(
-                f"{show(str(job.target))} was made while share {share.index} of {share.count} began",
-                path=str(job.target),
+                f"{show(str(published))} was made while share {share.index} of {share.count} began",
+                path=str(published),
                 hint="if other shares of this conversion have made it, it is complete",
             )
         own = _write_share(job, gathered, files, sizes, share)
@@ -301,7 +300,9 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
 
 
 def _is_filled(target: Location) -> bool:
-    return bool(target.names()) if target.is_folder() else target.exists()
+    if target.is_folder():
+        return not all(map(is_staging, target.names()))
+    return target.exists()
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard import _core
+from reshard.commit.publication import SHARED_PREFIX, remove_links
+from reshard.commit.trash import STAGING_FOLDER
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.storage.changes import link_or_move, make_folders, remove_file, remove_folder, try_lock
@@ -93,6 +95,25 @@ class Shared:
     folder: Location
     spread: Callable[[int], object] | None = None
     is_sent: bool = False
+
+
+def remove_published(target: Location, own: Location | None) -> None:
+    """Remove folders of shares whose files a conversion had published to a destination before it was killed.
+
+    Args:
+        target: the destination.
+        own: the folder of this conversion, which is not removed.
+    """
+    if not target.is_local or not target.exists():
+        return
+    places = [(target.parent, f".{target.name[:150]}.{SHARED_PREFIX}")]
+    if target.is_folder():
+        places += [(target, f".reshard.{SHARED_PREFIX}"), (target / STAGING_FOLDER, SHARED_PREFIX)]
+    for folder, start in places:
+        with contextlib.suppress(ReshardError):
+            for name in folder.names():
+                if name.startswith(start) and folder / name != own:
+                    remove_links(folder / name, target)
 
 
 def digest_of(source: Source, options: Mapping[str, Any]) -> str:

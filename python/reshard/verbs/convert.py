@@ -17,12 +17,13 @@ from reshard import _core, dtypes, opening
 from reshard.checkpoint import Checkpoint
 from reshard.commit import writer_mark
 from reshard.commit.filling import staging_name
+from reshard.commit.publication import SHARED_PREFIX
 from reshard.commit.trash import STAGING_FOLDER
 from reshard.conversion.buckets import home_of
-from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
+from reshard.conversion.destinations import Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.library_model import fp8_weights, model_of, not_saved, published_shapes
-from reshard.conversion.shares import Share, Shared, digest_of
+from reshard.conversion.shares import Share, Shared, digest_of, remove_published
 from reshard.conversion.writer import Settings
 from reshard.errors import (
     ArgumentError,
@@ -440,6 +441,7 @@ def _convert(
             )
             shared = _shared(job, Share(*share), resolved, writer)
             job = replace(job, shared=replace(shared, spread=spread, is_sent=is_sent))
+        remove_published(target, None if job.shared is None or not asked.overwrite else job.shared.folder)
         is_all = part_written == "all"
         with_extra = is_all and writer.writes_extra(job)
         settings = Settings(
