@@ -84,7 +84,7 @@ class Live:
         groups: for each optimizer its class and the names of the parameters of each of its groups, in order.
         objects: names of its other objects with state.
         modules: names of its modules with state beside their tensors.
-        lists: names of the objects whose own state is a list.
+        states: the own state of its objects, by name, without tensors.
         with_objects: whether it restores the state of its objects.
     """
 
@@ -92,8 +92,13 @@ class Live:
     groups: Sequence[tuple[str, Sequence[Sequence[str]]]] = ()
     objects: Collection[str] = ()
     modules: Collection[str] = ()
-    lists: Collection[str] = ()
+    states: Mapping[str, object] = field(default_factory=dict)
     with_objects: bool = True
+
+    @property
+    def lists(self) -> Collection[str]:
+        """Names of the objects whose own state is a list."""
+        return [name for name, state in self.states.items() if isinstance(state, list | tuple)]
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,7 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
     of_objects = {
         name: place
         for name in (*keys, *values.by_name)
-        if name not in model.names and (place := _place(values.path(name), owners)) is not None
+        if name not in model.names and (place := _place(values.path(name), owners, live.states)) is not None
     }
     by_parameter = {name: one for name, one in values.by_name.items() if name not in of_objects}
     others = replace(values, by_name=by_parameter)
@@ -591,18 +596,34 @@ def _of_schedulers(live: Live, names: Iterable[str], values: Values) -> dict[str
 
 
 def _place(
-    path: tuple[str | int, ...], owners: Mapping[str, str]
+    path: tuple[str | int, ...], owners: Mapping[str, str], states: Mapping[str, object]
 ) -> tuple[str, tuple[str | int, ...], tuple[str | int, ...]] | None:
     """The object to whose state a value belongs, the path in it, and the path that leads to it."""
     for start, end in ((0, 2), (0, 1), (1, 2)):
         owner = owners.get(".".join(map(str, path[start:end])))
         if owner is None or end > len(path):
             continue
-        rest = path[end:]
-        if is_whole_optimizer(owner) and rest[:1] == ("state",) and len(rest) > 1 and is_number(str(rest[1])):
-            rest = ("state", _Key(rest[1]), *rest[2:])  # DCP has text for it
-        return owner, rest, path[:end]
+        return owner, _with_numbers(path[end:], states.get(owner), of_optimizer=is_whole_optimizer(owner)), path[:end]
     return None
+
+
+def _with_numbers(path: tuple[str | int, ...], state: object, *, of_optimizer: bool) -> tuple[str | int, ...]:
+    """A path in the state of an object with the keys that are numbers, for which DCP has text.
+
+    They are keys of a dict that has numbers in the own state of the object, or parameters in the state of an optimizer.
+    """
+    found: list[str | int] = []
+    before: str | int = ""
+    for step in path:
+        of_parameter = of_optimizer and before == "state"
+        is_key = isinstance(state, dict) and state and step not in state and all(type(one) is int for one in state)
+        before = _Key(step) if (is_key or of_parameter) and is_number(str(step)) else step
+        found.append(before)
+        if isinstance(state, list | tuple):
+            state = state[before] if isinstance(before, int) and before < len(state) else None
+        else:
+            state = state.get(before) if isinstance(state, dict) else None
+    return tuple(found)
 
 
 def _objects(

@@ -320,9 +320,9 @@ def _live(described: Described, *, with_optimizers: bool, with_objects: bool) ->
     ]
     key_of = {**{name: name for name in described.names}, **described.all_aliases}
     shapes = {name: described.shapes.get(key) for name, key in key_of.items()}
-    lists = [name for name, state in described.extra.get("objects", {}).items() if isinstance(state, list | tuple)]
+    states = described.extra.get("objects", {})
     objects = [name for name in live.objects if with_optimizers or not is_whole_optimizer(name)]
-    return Live(shapes, groups if with_optimizers else (), objects, live.named.extra_state, lists, with_objects)
+    return Live(shapes, groups if with_optimizers else (), objects, live.named.extra_state, states, with_objects)
 
 
 def _with_tensor_options(values: Values, checkpoint: Checkpoint, described: Described) -> tuple[Values, set[str]]:
