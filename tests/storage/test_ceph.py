@@ -16,7 +16,7 @@ from tests.servers.s3 import BUCKET
 import reshard
 from reshard.commit import leases, log, log_records, protocol, roots
 from reshard.commit.session import forget_all
-from reshard.errors import ClaimedError, DamagedFileError
+from reshard.errors import ClaimedError, DamagedFileError, StorageError
 from reshard.storage import remote
 from reshard.storage.location import locate
 
@@ -124,6 +124,36 @@ def test_a_file_in_parts_is_read_as_it_was_opened(cluster: S3Server) -> None:
         cluster.put(name, cluster.request("GET", f"/{BUCKET}/{name}")[1][:-1] + b"0")
         with pytest.raises(DamagedFileError, match="was replaced while it was read"):
             rows[20 << 20 :]
+
+
+def test_shares_send_the_parts_of_one_file(tmp_path: Path) -> None:
+    source, alone = tmp_path / "source.safetensors", tmp_path / "model.safetensors"
+    reshard.save_file({"w": np.random.default_rng(1).integers(0, 256, 60 << 20, np.uint8)}, source)
+    reshard.convert(source, alone)
+    target = locate(f"{ROOT}/shares/model.safetensors")
+    store: Any = target.store
+
+    def uploads() -> list[Any]:
+        return list(store.unfinished_uploads([target.path], is_file=True, wait_s=20)[0])
+
+    for index in (2, 0, 1):
+        assert target.kind() is None
+        pending = reshard.convert(source, str(target), share=(index, 3)).pending
+    assert pending == ()
+    assert b"".join(target.pieces()) == alone.read_bytes()
+    assert uploads() == []
+    reshard.convert(source, str(target), share=(1, 2), overwrite=True)
+    (one,) = uploads()
+    store.end_upload(target.path, one.upload_id)
+    with pytest.raises(StorageError, match="NoSuchUpload"):
+        reshard.convert(source, str(target), share=(0, 2), overwrite=True)
+    for index in (0, 1):
+        reshard.convert(source, str(target), share=(index, 2), overwrite=True)
+    reshard.convert(source, str(target), share=(0, 4), overwrite=True)
+    assert len(uploads()) == 1
+    reshard.convert(source, str(target), overwrite=True)
+    assert b"".join(target.pieces()) == alone.read_bytes()
+    assert uploads() == []
 
 
 def test_what_was_damaged_is_found(cluster: S3Server) -> None:
