@@ -113,6 +113,12 @@ def test_what_is_not_trusted_is_said_at_once(
         assert f"AWS_CA_BUNDLE names `{tmp_path / name}`, {what}" in found.message
 
 
+@pytest.mark.usefixtures("s3")
+def test_without_tls_no_authority_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none.pem"))
+    save_and_load()
+
+
 @contextlib.contextmanager
 def tunnels() -> Iterator[tuple[str, list[str]]]:
     """A proxy that makes tunnels to this host: its URL, and the first line of each request."""

@@ -151,7 +151,8 @@ impl Client {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pace = Arc::default();
         let made = match spec.address.service {
-            Service::S3 => s3(spec, &pace, tls::trusted(&spec.environment)?),
+            Service::S3 if has_tls(spec) => s3(spec, &pace, tls::trusted(&spec.environment)?),
+            Service::S3 => s3(spec, &pace, ClientOptions::new()),
             Service::Google => google(spec, &pace),
             Service::Azure => azure(spec, &pace),
             Service::Http => files(spec, &pace).map(|store| (Store::Files(store), None)),
@@ -199,6 +200,16 @@ pub(crate) fn connection_options() -> [(ClientConfigKey, String); 5] {
 
 type Made = object_store::Result<(Store, Option<Door>)>;
 
+/// Whether the service of a bucket in S3 is asked with TLS.
+fn has_tls(spec: &Spec) -> bool {
+    let of_environment = |key| spec.environment.get(key);
+    let endpoint = spec.options.endpoint.as_deref();
+    let endpoint = endpoint
+        .or_else(|| of_environment("AWS_ENDPOINT_URL_S3"))
+        .or_else(|| of_environment("AWS_ENDPOINT_URL"));
+    !endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
+}
+
 fn s3(spec: &Spec, pace: &Arc<Pace>, mut connection: ClientOptions) -> Made {
     let mut builder = AmazonS3Builder::new().with_client_options(connection.clone());
     for (key, value) in spec.environment.with_prefix("AWS_") {
@@ -220,15 +231,7 @@ fn s3(spec: &Spec, pace: &Arc<Pace>, mut connection: ClientOptions) -> Made {
     if has_sums && spec.environment.get("AWS_CHECKSUM_ALGORITHM").is_none() {
         builder = builder.with_checksum_algorithm(Checksum::CRC64NVME);
         // TLS protects the bytes on their way: another sum, in the signature, would double the time.
-        let endpoints =
-            ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"].map(|key| spec.environment.get(key));
-        let endpoint = options
-            .endpoint
-            .as_deref()
-            .or(endpoints[0])
-            .or(endpoints[1]);
-        let is_tls = !endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));
-        builder = builder.with_unsigned_payload(is_tls);
+        builder = builder.with_unsigned_payload(has_tls(spec));
     }
     if let Some(endpoint) = &options.endpoint {
         builder = builder.with_endpoint(endpoint);
