@@ -101,15 +101,21 @@ def test_saves_that_stay_and_exports_are_whole(seed: int, tmp_path: Path) -> Non
     model = module_of(tensors_of(tmp_path / "m.safetensors"))
     root, keep = tmp_path / "run", draw.randint(1, 3)
     exports: Any = {"integrated": True, "links": True}
-    with Checkpointer(root, save_every=1, keep=keep, signals=(), exports=exports) as checkpointer:
+    retention: Any = {"keep": keep, "keep_every": draw.choice((None, 2)), "best": draw.choice((None, ("loss", 1)))}
+    options: Any = {"retention": retention, "exports": exports, "hf_every": draw.choice((1, 2))}
+    with Checkpointer(root, save_every=1, signals=(), **options) as checkpointer:
         checkpointer.resume(model=model)
         for step in range(1, 6):
-            checkpointer.step(step)
+            checkpointer.step(step, loss=abs(step - 1))
     saves = sorted(path for path in root.glob("iteration_*") if path.is_dir())
-    assert len(saves) == keep
+    assert keep <= len(saves) <= keep + 3
+    published = sorted(path for path in (tmp_path / "run_hf").glob("iteration_*") if path.is_dir())
+    assert published
     integrated = sorted(path for path in (tmp_path / "run_integrated").glob("iteration_*") if path.is_dir())
     assert integrated
-    for path in (*saves, *integrated, root / "last"):
+    for path in (*saves, *integrated, *published, root / "last"):
         check_whole(path, arrays, weights)
-    reshard.convert(root, tmp_path / "model")
+    # Parts of a weight can lie in different files.
+    size = draw.choice((None, 20_000, 60_000))
+    reshard.convert(root, tmp_path / "model", to="huggingface", files={"max_shard_size": size} if size else None)
     check_whole(tmp_path / "model", arrays, weights)
