@@ -1,6 +1,8 @@
 """Folders that are published have the names that `save_pretrained` writes, and a run starts from them."""
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,13 @@ from torch import nn
 
 import reshard
 from reshard.conversion.library_names import _map_of, published_names
-from reshard.errors import UnsupportedError
+from reshard.errors import MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")
+pytest.importorskip("safetensors.torch")
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -142,3 +145,21 @@ def test_the_final_folder_of_a_trainer_has_published_names(tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "hub")
     assert stored(tmp_path / "final") == stored(tmp_path / "hub")
     assert equal(type(model).from_pretrained(tmp_path / "final"), model)
+
+
+def test_parts_of_wrappers_inside_of_names_have_a_name_map(tmp_path: Path) -> None:
+    """As activation checkpointing, which a trainer did not remove before it saved."""
+    model = model_of("Llama")
+    model.save_pretrained(tmp_path / "hub")
+    stored_as = {
+        key.replace(".mlp.", "._checkpoint_wrapped_module.mlp._checkpoint_wrapped_module."): one
+        for key, one in model.state_dict().items()
+    }
+    model.save_pretrained(tmp_path / "saved")
+    safetensors.torch.save_file(stored_as, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MismatchError, match="does not load what is published") as caught:
+        reshard.convert(tmp_path / "saved", tmp_path / "out")
+    found = re.search(r"all fit with `names=(.*)`$", str(caught.value.hint))
+    assert found is not None, caught.value.hint
+    reshard.convert(tmp_path / "saved", tmp_path / "out", names=json.loads(found[1]))
+    assert reshard.diff(tmp_path / "out", tmp_path / "hub").equal

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from reshard.quantised.config import CONFIG_FILE
 from reshard.storage.changes import copy_file, temporary_folder
 from reshard.storage.location import locate
 from reshard.values.words import listed, show
+from reshard.values.wrappers import bare
 
 if TYPE_CHECKING:
     import os
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 _MOST = 5  # differences in one message
+_MOST_RULES = 3
 
 
 def model_of(folder: str | os.PathLike[str], *, is_dequantised: bool = False) -> Any:
@@ -283,6 +286,8 @@ def hint_for(
             if {key.removeprefix(start) for key in found} <= expected.keys()
             else (f"`select=Select(rename={{{start!r}: ''}})` removes the text before the names")
         )
+    if (of_wrappers := _hint_of_wrappers(found, expected)) is not None:
+        return of_wrappers
     rows = [
         one
         for one in wrong
@@ -299,6 +304,36 @@ def hint_for(
             )
         return f"{says}: give the config.json of the model that was saved"
     return None
+
+
+def _hint_of_wrappers(found: Iterable[str], expected: Collection[str]) -> str | None:
+    """A name map that removes what wrappers add inside of names; None: they add nothing.
+
+    Example:
+        >>> _hint_of_wrappers(["layers.0._orig_mod.w", "layers.1._orig_mod.w"], {"layers.0.w", "layers.1.w"})
+        'all fit with `names={"rules": [{"from": "layers.{i}._orig_mod.w", "to": "layers.{i}.w"}]}`'
+    """
+    names = set(found)
+    of_rules = {key: bare(key) for key in names - set(expected) if bare(key) in expected}
+    rules = {_numbered(key): _numbered(name) for key, name in of_rules.items()}
+    if not rules:
+        return None
+    shown = [json.dumps({"from": one, "to": other}) for one, other in sorted(rules.items())]
+    text = ", ".join([*shown[:_MOST_RULES], *["..."] * (len(shown) > _MOST_RULES)])
+    fit = "all fit" if {of_rules.get(key, key) for key in names} == set(expected) else f"{len(of_rules)} more fit"
+    n = f", {len(shown)} rules" if len(shown) > _MOST_RULES else ""
+    return f'{fit} with `names={{"rules": [{text}]}}`{n}'
+
+
+def _numbered(name: str) -> str:
+    """A name with indices of a name map in place of its numbers.
+
+    Example:
+        >>> _numbered("layers.3.experts.12.w")
+        'layers.{i}.experts.{j}.w'
+    """
+    indices = iter("ijklmnop")
+    return ".".join(f"{{{next(indices)}}}" if part.isdecimal() and part.isascii() else part for part in name.split("."))
 
 
 def start_before(found: Iterable[str], expected: Collection[str]) -> str | None:

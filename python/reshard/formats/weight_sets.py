@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, MismatchError
 from reshard.values.words import listed, show
+from reshard.values.wrappers import WRAPPERS, bare
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-WRAPPERS = frozenset(("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"))
-"""Parts of names that wrappers add: those of DDP, `torch.compile`, FSDP, activation checkpointing and Fabric."""
 
 _OF_MODEL = frozenset(("app", "model", "model_state_dict", "state_dict"))
 """Entries that say of themselves that they hold the model."""
@@ -29,17 +27,6 @@ _MOST_SETS = 8
 _MOST_PREFIXES = 16
 
 Shape = tuple[int, ...] | None
-
-
-def bare(name: str) -> str:
-    """A name without the parts that wrappers add.
-
-    Example:
-        >>> bare("module.layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
-    parts = name.split(".")
-    return name if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
 
 
 class Known:

@@ -37,7 +37,7 @@ from reshard.formats.base import OpenOptions, StoredTensor
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import is_of_one_rank
 from reshard.formats.registry import check_destination, known_files, rank_root, writer_for, writers
-from reshard.formats.weight_sets import WRAPPERS, alike, model_start
+from reshard.formats.weight_sets import alike, model_start
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
@@ -61,6 +61,7 @@ from reshard.storage.location import Location, locate, locate_destination
 from reshard.values.argument_types import AnyText, GroupLike, Part, PlaceLike, Progress, Seconds, Size
 from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
+from reshard.values.wrappers import WRAPPERS
 from reshard.verbs.selection import NewSizes, of_prefixes
 from reshard.verbs.selection import select as selected
 

@@ -26,6 +26,7 @@ from reshard.names.sizes import Expression
 from reshard.values.argument_types import Part
 from reshard.values.arguments import plain_integer
 from reshard.values.words import counted, listed, show
+from reshard.values.wrappers import bare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -388,8 +389,8 @@ def of_prefixes(source: Checkpoint, entry: str | None, rename: Mapping[str, str]
     path = str(source.path)
     inner = {key: key for key in keys} if entry is None else weight_sets.below(keys, entry, path)
     if rename is not None:
-        inner = {key: weight_sets.bare(name) for key, name in inner.items()}
-        rename = {weight_sets.bare(old): new for old, new in rename.items()}
+        inner = {key: bare(name) for key, name in inner.items()}
+        rename = {bare(old): new for old, new in rename.items()}
         weight_sets.check_distinct(inner, path)
     new = new_names(list(inner.values()), (), rename)
     return source.view({new[name]: _stored(source, key) for key, name in inner.items()}, is_renamed=True)
