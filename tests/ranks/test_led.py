@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.helpers.command_line import run as run_alone
+from tests.helpers.command_line import start
 from tests.helpers.ports import unused_port
 from tests.helpers.ranks import Job, Signal
 from torch._C import _distributed_c10d as c10d
@@ -331,6 +332,19 @@ def test_a_rank_that_nobody_started_or_that_does_not_know_rank_0_is_refused(
         result = CliRunner().invoke(main, ["verify", str(run), "--on", "ranks", "--timeout", "1"])
     assert result.exit_code == 1
     assert "rank 1 of 2 cannot reach rank 0 at 127.0.0.1:" in result.output
+
+
+@pytest.mark.slow(disk=False)
+def test_torch_prints_no_stack_beside_the_error(run: Path) -> None:
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as taken:  # nobody listens
+        taken.bind(("127.0.0.1", 0))
+        environment = os.environ | launched | {"MASTER_PORT": str(taken.getsockname()[1])}
+        environment.pop("TORCH_CPP_LOG_LEVEL", None)
+        process = start("verify", run, "--on", "ranks", "--timeout", "1", "--quiet", env=environment)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert [line.partition(":")[0] for line in errors.splitlines()] == ["error", "hint"]
 
 
 def test_ranks_of_a_conversion_are_a_group(run: Path) -> None:

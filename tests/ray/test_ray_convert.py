@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 
 import reshard
+from reshard import __version__ as VERSION  # noqa: N812
 
 pytest.importorskip("ray", reason="pip install 'reshard[ray]'")
 
+import ray
 from tests.helpers.ray_cluster import RayCluster, running
 from tests.servers import doubles
+
+from reshard.ray.cluster import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -240,6 +244,82 @@ def test_a_head_that_dies_is_an_error_and_leaves_nothing(source: Path, tmp_path:
     assert f"the Ray cluster at `{own.client}` does not answer any more: " in errors
     assert "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("raise ImportError('there is none')", "a worker cannot import what it needs: there is none"),
+        ("__version__ = '0.0.1'", f"this host has reshard 0.0.1, and the process that started the work {VERSION}"),
+    ],
+)
+def test_a_host_with_another_installation_is_named(
+    cluster: RayCluster, source: Path, tmp_path: Path, module: str, told: str
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "reshard.py").write_text(module)
+    paths = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    extra = cluster.start("--num-cpus=8", before=["env", f"PYTHONPATH={paths}"])
+    try:
+        message = refused(source, tmp_path / "dst", "--on", "ray", **cluster.environment)
+    finally:
+        cluster.stop(extra)
+    assert f"on host `{socket.gethostname()}`: {told}\nhint: install the same version" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["site", "src.safetensors"]
+
+
+def test_a_source_that_is_changed_meanwhile_is_an_error(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    conversion = start(cluster, source, tmp_path / "dst")
+    wait_for_worker(cluster)
+    os.utime(source)
+    assert "the source was changed meanwhile" in ended(conversion, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+def run_script(cluster: RayCluster, script: str) -> list[str]:
+    """What a program prints that is connected to the cluster."""
+    head = "import ray, reshard\nfrom reshard.ranks.places import Work\nfrom reshard.ray import Ray\n"
+    head += "ray.init('auto', log_to_driver=False, logging_level=40)\n"
+    command = [sys.executable, "-c", head + script]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_processors_that_others_use_are_not_waited_for_without_end(cluster: RayCluster) -> None:
+    script = (
+        "class Other:\n    def is_there(self):\n        return True\n"
+        "others = [ray.remote(num_cpus=1)(Other).remote() for _ in range(3)]\n"
+        "ray.get([other.is_there.remote() for other in others])\n"
+        "try:\n    Ray(wait=1).run(Work(max, 1), 2, print)\n"
+        "except reshard.errors.GroupError as error:\n    print(error)\n"
+    )
+    message, hint = run_script(cluster, script)
+    assert message.startswith(
+        f"no host of the Ray cluster at `{cluster.address}` has a processor free, also not after "
+    )
+    assert message.endswith(" s; 0 are free on all hosts together")
+    assert hint.startswith("hint: `ray status` tells what is in use")
+
+
+def test_tasks_that_end_by_themselves_are_not_cancelled() -> None:
+    """Ray aborts the process that cancels a task while the result of the task comes in."""
+    cancelled: list[str] = []
+
+    class Tasks:
+        exceptions = ray.exceptions
+
+        def wait(self, tasks: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+            assert num_returns == len(tasks)
+            assert timeout > 0
+            return [one for one in tasks if "soon" in one], [one for one in tasks if "soon" not in one]
+
+        def cancel(self, task: str, *, force: bool) -> None:
+            assert force
+            cancelled.append(task)
+
+    end_tasks(Tasks(), ["runs", "ends soon", "waits", "waits longer", "fails soon"])
+    assert cancelled == ["waits longer", "waits", "runs"]
 
 
 def test_an_error_of_a_worker_that_is_of_python_is_one_of_ours(cluster: RayCluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,6 +68,7 @@ def place_of(on: str | None, timeout: float) -> Iterator[Place | None]:
         return
     from reshard.ranks.led import launched_ranks
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the error says why; torch prints its stack as well
     ranks = launched_ranks(timeout)
     if ranks.group.rank == 0:
         yield ranks

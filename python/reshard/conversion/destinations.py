@@ -275,8 +275,8 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         make_folders(gathered, job.options.folder_mode)
     elif not gathered.is_folder():
         raise CheckpointNotFoundError(
-            f"{show(str(gathered))} is not there, which the process that started the conversion has made: this host "
-            "sees another destination or another source",
+            f"{show(str(gathered))} is not there, which the process that started the conversion has made: the source "
+            "was changed meanwhile, or this host sees another one, or another destination",
             path=str(gathered),
         )
     own = read_record(gathered, share)
@@ -541,8 +541,8 @@ def _publish_shares(
         if shared.is_sent:
             if not bucket.join(shared.folder.name, 0.0):
                 raise CheckpointNotFoundError(
-                    f"{show(str(job.target))} is not prepared by the process that started the conversion: this host "
-                    "sees another destination or another source",
+                    f"{show(str(job.target))} is not prepared by the process that started the conversion: the "
+                    "source was changed meanwhile, or this host sees another one, or another destination",
                     path=str(job.target),
                 )
         elif shared.spread is None and bucket.has_ended() and shares.is_published(all_names):  # it is called again

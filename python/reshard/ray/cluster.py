@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import platform
 import socket
@@ -37,9 +38,11 @@ _MIN_SHARE_BYTES = 16 << 20  # a smaller share takes less time than to open the 
 _MAX_SHARES = 4096
 _SHARES_OF_SLOT = 4  # so that all workers end at about the same time
 _TICK_S = 1.0
+_SAID_S = 10.0  # after which a log says that the processors are in use
 _CONNECT_S = 10.0
 _MAX_MESSAGE = 500
 _END_S = 30.0  # for workers that are being killed
+_ENDS_SOON_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Ray:
             names, "ray://HOST:10001" connects as a client. Not used if `ray.init` was called before.
         cpus: processors of each task; also its threads, if `threads` is not given.
         retries: how often a share is begun again whose worker died.
+        wait: seconds to wait until the processors of one task are free, for example until a host was added.
 
     Example:
         >>> Ray("ray://head:10001", cpus=4).n_shares(100 << 30)  # doctest: +SKIP
@@ -63,12 +67,15 @@ class Ray:
     address: str = "auto"
     cpus: int = 1
     retries: int = 3
+    wait: float = 300.0
 
     def __post_init__(self) -> None:
         if type(self.cpus) is not int or self.cpus < 1:
             raise ArgumentError(f"`cpus` is {self.cpus!r}, expected a whole number from 1 on")
         if type(self.retries) is not int or self.retries < 0:
             raise ArgumentError(f"`retries` is {self.retries!r}, expected a whole number from 0 on")
+        if type(self.wait) not in (int, float) or not 0 <= self.wait < math.inf:
+            raise ArgumentError(f"`wait` is {self.wait!r}, expected seconds, from 0 on")
         if not isinstance(self.address, str) or not self.address:
             raise ArgumentError(f"`address` is {self.address!r}, expected that of a cluster, such as 'auto'")
 
@@ -87,12 +94,14 @@ class Ray:
             running: dict[Any, int] = {}
             try:
                 with self._of_ray():
-                    task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
-                    check_sent(ray.cloudpickle.dumps(work))
+                    self._wait_for_room(ray)
+                    task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(
+                        _sent_task()
+                    ).options(name="_do_share")
+                    pickled = ray.cloudpickle.dumps((work, str(Path.cwd()), options_to_send()))
+                    check_sent(pickled)
                     # The work of all shares, once for all tasks.
-                    folder, version = str(Path.cwd()), _core.__version__
-                    sent = {"folder": folder, "version": version, "buckets": options_to_send()}
-                    begin = functools.partial(task.remote, ray.put(work), **sent)
+                    begin = functools.partial(task.remote, ray.put(pickled), version=_core.__version__)
                     for share in range(n_shares):
                         running[begin(share)] = share
                 while running:
@@ -115,28 +124,24 @@ class Ray:
                         retried = tuple(ended[share])
                         done(ShareRun(share, one.host, one.process, one.n_bytes, one.seconds, retried))
             finally:
-                with contextlib.suppress(Exception):  # of a cluster that has gone: the first error counts
-                    for reference in running:
-                        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                            ray.cancel(reference, force=True)
-                    if running:
-                        ray.wait(list(running), num_returns=len(running), timeout=_END_S)
+                end_tasks(ray, list(running))
         return [results[share] for share in range(n_shares)]
 
     def _result(self, ray: Any, reference: Any) -> ShareDone | str:
         """What a task has returned, or why its worker has died."""
         with self._of_ray():
             try:
-                done: ShareDone = ray.get(reference)
+                done: ShareDone | tuple[str, str, str] = ray.get(reference)
             except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ImportError):
-                    raise self._not_installed(error.cause) from None
                 raise GroupError(
                     f"a worker of the Ray cluster at {show(self._where)} could not begin: {_one_line(error.cause)}",
                     hint="install the same versions of reshard and Python on all hosts",
                 ) from None
             except ray.exceptions.RayError as error:
                 return _one_line(error)
+        if isinstance(done, tuple):
+            host, why, hint = done
+            raise UnsupportedError(f"on host {show(host)}: {why}", hint=hint)
         return done
 
     @contextlib.contextmanager
@@ -188,6 +193,10 @@ class Ray:
                 ray.shutdown()
 
     @property
+    def _wanted(self) -> str:
+        return "a processor" if self.cpus == 1 else f"{self.cpus} processors"
+
+    @property
     def _where(self) -> str:
         return os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
 
@@ -202,28 +211,66 @@ class Ray:
         most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         if most < self.cpus:
             raise GroupError(
-                f"no host of the Ray cluster has {self.cpus} processors for a task; the largest has {most:.0f}",
+                f"no host of the Ray cluster has {self._wanted} for a task; the largest has {most:.0f}",
                 hint="ask for fewer processors, or add a larger host to the cluster",
             )
 
-    def _not_installed(self, error: ImportError) -> UnsupportedError:
-        return UnsupportedError(
-            f"a worker of the Ray cluster cannot import what it needs: {error}",
-            hint="install reshard on all hosts of the cluster",
-        )
+    def _wait_for_room(self, ray: Any) -> None:
+        """Refuse to wait for ever while other programs use all processors: wait for a task that does nothing."""
+        first = ray.remote(num_cpus=self.cpus)(lambda: None).remote()
+        begun, is_said = time.monotonic(), False
+        try:
+            while not ray.wait([first], timeout=min(_TICK_S, self.wait))[0]:
+                self._check_hosts(ray)
+                free, waited = ray.available_resources().get("CPU", 0), time.monotonic() - begun
+                said = f"no host of the Ray cluster at {show(self._where)} has {self._wanted} free"
+                if waited >= self.wait:
+                    raise GroupError(
+                        f"{said}, also not after {waited:.0f} s; {free:.0f} are free on all hosts together",
+                        hint="`ray status` tells what is in use; wait for the programs that use them, or add a host",
+                    )
+                if waited >= _SAID_S and not is_said:
+                    _log.warning("%s; this waits for at most %.0f s", said, self.wait)
+                    is_said = True
+        finally:
+            end_tasks(ray, [first])
 
 
-def _do_share(
-    work: Work[Any], share: int, *, folder: str, version: str, buckets: Mapping[str, BucketOptions]
-) -> ShareDone:
-    """Do a share, in a worker."""
+def _sent_task() -> Callable[..., ShareDone | tuple[str, str, str]]:
+    """What does a share in a worker. It is sent as it is, so that it runs where this package is not installed."""
+
+    def _do_share(pickled: bytes, share: int, *, version: str) -> ShareDone | tuple[str, str, str]:
+        import socket  # noqa: PLC0415  nothing of this module is sent
+
+        import ray  # noqa: PLC0415
+
+        host = socket.gethostname()
+        try:
+            import reshard  # noqa: PLC0415
+
+            if reshard.__version__ != version:
+                why = f"this host has reshard {reshard.__version__}, and the process that started the work {version}"
+                return host, why, "install the same version on all hosts"
+            from reshard.ray.cluster import do_share  # noqa: PLC0415
+
+            return do_share(*ray.cloudpickle.loads(pickled), share)
+        except (ImportError, AttributeError) as error:
+            why = f"a worker cannot import what it needs: {error}"
+            return host, why, "install the same versions of reshard and of what it needs on all hosts of the cluster"
+
+    return _do_share
+
+
+def do_share(work: Work[Any], folder: str, buckets: Mapping[str, BucketOptions], share: int) -> ShareDone:
+    """Do a share, in a worker.
+
+    Args:
+        work: what is done.
+        folder: the current folder of the caller.
+        buckets: its options.
+        share: the number of the share.
+    """
     host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
-    if version != _core.__version__:
-        error = UnsupportedError(
-            f"this host has reshard {_core.__version__}, and the process that started the work {version}",
-            hint="install the same version on all hosts",
-        )
-        return ShareDone(host, process, error=ErrorRecord.of(error))
     try:
         enter_folder(folder)  # relative paths are those of the caller
         take_options(buckets)  # and so are the services
@@ -238,6 +285,27 @@ def _do_share(
         translated = kind(_one_line(error), hint="the log of its worker, in the logs of Ray on that host, says where")
         return ShareDone(host, process, time.monotonic() - begun, error=ErrorRecord.of(translated))
     return ShareDone(host, process, time.monotonic() - begun, n_bytes, result)
+
+
+def end_tasks(ray: Any, references: list[Any]) -> None:
+    """End tasks, and wait until they have ended. Never raises.
+
+    Ray aborts this process if it cancels a task while the result of the task comes in. So those that end at once, such
+    as those that fail as another has failed, are awaited, and those that wait are cancelled before those that run.
+
+    Args:
+        ray: the package.
+        references: of the tasks, in the order in which they were begun.
+    """
+    if not references:
+        return
+    with contextlib.suppress(Exception):  # of a cluster that has gone: the first error counts
+        left = ray.wait(references, num_returns=len(references), timeout=_ENDS_SOON_S)[1]
+        for reference in reversed(left):
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.cancel(reference, force=True)
+        if left:
+            ray.wait(left, num_returns=len(left), timeout=_END_S)
 
 
 def _of_host(record: ErrorRecord, host: str) -> ReshardError:
