@@ -18,7 +18,7 @@ from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from reshard.resume import ResumeDecision
@@ -335,6 +335,24 @@ def test_two_names_of_the_state_of_one_object_are_refused() -> None:
     values = Values({"lr_scheduler.last_epoch": 3, "lr_scheduler.gamma": 4})
     found = translated(["w"], values, Live(["w"], [], ["scheduler"])).trainer["objects"]
     assert found == {"scheduler": {"last_epoch": 3, "gamma": 4}}
+
+
+def test_the_keys_of_a_large_state_are_not_looked_at_for_each_value() -> None:
+    class State(dict[int, object]):
+        n_seen = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for key in super().__iter__():
+                State.n_seen += 1
+                yield key
+
+    n = 200
+    values = Values({f"optimizer.state.{number}.step": number for number in range(n)})
+    state = State({number: {"step": 0} for number in range(n)})
+    live = Live(["w"], [], ["optimizer"], (), {"optimizer": {"state": state}})
+    found = translated(["w"], values, live).trainer["objects"]
+    assert found == {"optimizer": {"state": {number: {"step": number} for number in range(n)}}}
+    assert State.n_seen < 10 * n
 
 
 @pytest.mark.parametrize(

@@ -616,7 +616,8 @@ def _with_numbers(path: tuple[str | int, ...], state: object, *, of_optimizer: b
     before: str | int = ""
     for step in path:
         of_parameter = of_optimizer and before == "state"
-        is_key = isinstance(state, dict) and state and step not in state and all(type(one) is int for one in state)
+        # The first key tells for all: there can be one for each parameter.
+        is_key = isinstance(state, dict) and state and step not in state and type(next(iter(state))) is int
         before = _Key(step) if (is_key or of_parameter) and is_number(str(step)) else step
         found.append(before)
         if isinstance(state, list | tuple):
