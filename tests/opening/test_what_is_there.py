@@ -299,3 +299,12 @@ def test_an_empty_file_is_called_empty(tmp_path: Path, name: str) -> None:
     for given in (tmp_path / name, [tmp_path / name]):
         with pytest.raises(ReshardError, match=r"is empty|has 0 bytes"):
             reshard.open(given)
+
+
+def test_adapters_of_mlx_are_told_from_those_of_earlier_steps(tmp_path: Path) -> None:
+    """mlx-lm writes `adapter_config.json` as PEFT does, and a file for every so many steps."""
+    folder = weights(tmp_path / "m", "0000100_adapters.safetensors", "adapters.safetensors")
+    (folder / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
+    error = refused(folder)
+    assert "probably written by MLX" in str(error)
+    assert "open `adapters.safetensors`, the newest adapters" in str(error.hint)

@@ -79,6 +79,11 @@ _TOOLS = (
     _Tool("torchtune", re.compile(r"recipe_state\.pt")),
     _Tool("accelerate", re.compile(r"pytorch_model_fsdp_\d+|random_states_\d+\.pkl")),
     _Tool("diffusers", re.compile(r"diffusion_pytorch_model.*|model_index\.json")),
+    _Tool(
+        "MLX",
+        re.compile(r"(\d+_)?adapters\.safetensors"),
+        "open `adapters.safetensors`, the newest adapters; files with a number before that name are of earlier steps",
+    ),
     _Tool("PEFT", re.compile(r"adapter_model\.\w+|adapter_config\.json")),
     _Tool("TensorRT-LLM", re.compile(r"rank\d+\.safetensors"), f"{_OF_RANKS}. Use the model that it was made of"),
     _Tool("TensorFlow", re.compile(r"saved_model\.pb|.+\.data-\d+-of-\d+|tf_model\.h5|.+\.ckpt-\d+\.index")),
