@@ -253,7 +253,8 @@ def _sent_task() -> Callable[..., ShareDone | tuple[str, str, str]]:
                 return host, why, "install the same version on all hosts"
             from reshard.ray.cluster import do_share  # noqa: PLC0415
 
-            return do_share(*ray.cloudpickle.loads(pickled), share)
+            work, folder, buckets = ray.cloudpickle.loads(pickled)
+            return do_share(work, folder, buckets, share)
         except (ImportError, AttributeError) as error:
             why = f"a worker cannot import what it needs: {error}"
             return host, why, "install the same versions of reshard and of what it needs on all hosts of the cluster"
