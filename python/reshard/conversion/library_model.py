@@ -329,11 +329,14 @@ def _numbered(name: str) -> str:
     """A name with indices of a name map in place of its numbers.
 
     Example:
-        >>> _numbered("layers.3.experts.12.w")
-        'layers.{i}.experts.{j}.w'
+        >>> _numbered("layers.3.experts.12.w"), _numbered("0.1.2.3.4.5.6.7.8.9.w")
+        ('layers.{i}.experts.{j}.w', '{i}.{j}.{k}.{l}.{m}.{n}.{o}.{p}.8.9.w')
     """
-    indices = iter("ijklmnop")
-    return ".".join(f"{{{next(indices)}}}" if part.isdecimal() and part.isascii() else part for part in name.split("."))
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdecimal() and part.isascii()]
+    for at, index in zip(numbers, "ijklmnop", strict=False):
+        parts[at] = f"{{{index}}}"
+    return ".".join(parts)
 
 
 def start_before(found: Iterable[str], expected: Collection[str]) -> str | None:
