@@ -18,7 +18,7 @@ from tests.servers.proxy import Proxy, before_server
 from tests.servers.s3 import BUCKET
 
 import reshard
-from reshard.conversion import buckets
+from reshard.conversion import buckets, destinations
 from reshard.conversion.bucket_shares import SentParts, cut_files
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError, ReshardError, StorageError
 from reshard.ranks.places import ShareRun
@@ -154,13 +154,20 @@ def test_ranges_are_complete_parts_and_all_shares_have_some(folder: Location, so
 
 
 @pytest.mark.slow(disk=False)
-def test_a_file_with_sums_is_written_by_one_share(folder: Location, source: Path, tmp_path: Path) -> None:
+def test_a_file_with_sums_is_written_by_one_share_and_a_warning_says_so(
+    folder: Location, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("hf", "w.pt"):
         reshard.convert(source, tmp_path / name, to="torch")
         reports = [reshard.convert(source, str(folder / name), to="torch", share=(index, 3)) for index in range(3)]
         assert [one.n_files for one in reports] == [0, 0, 1 if name == "w.pt" else reports[2].n_files]
         assert content(folder / name) == content(tmp_path / name)
         assert uploads_of(folder / name) == []
+    monkeypatch.setattr(destinations, "_LARGE_FILE_BYTES", 1)
+    for name in ("on.pt", "on.safetensors"):
+        report = reshard.convert(source, str(folder / name), on=InProcess())
+        has_warning = any("3 shares write 1 file, each by one process" in one for one in report.warnings)
+        assert has_warning == name.endswith(".pt")
 
 
 class InProcess:

@@ -600,15 +600,15 @@ def _publish_shares(
 
 
 def _idle(job: Job, shared: Shared, files: list[File]) -> list[str]:
-    """A warning of the first share if others write no file, as files with sums are written by one process each."""
+    """A warning of the first process if shares write no file, as files with sums are written by one process each."""
     n_shares = shared.share.count
-    if shared.spread is not None or shared.is_sent or shared.share.index > 0 or len(files) > n_shares:
+    if shared.is_sent or shared.share.index > 0 or len(files) > n_shares:
         return []
     with_sums = [file for file in files if file.container is not None and file.container[2]]
     if max(file_sizes(job, with_sums), default=0) < _LARGE_FILE_BYTES:
         return []
     words = f"{n_shares} shares write {counted(len(files), 'file')}, each by one process, so some write none"
-    return [f"{words}; smaller files (`max_shard_size`) divide the work"]
+    return [f"{words}; smaller files of a folder (`max_shard_size`) divide the work"]
 
 
 def _commit_shares(
