@@ -61,6 +61,7 @@ Figures = dict[str, float]
 LARGE_TENSORS = 8  # beside a hole
 HOLE_TENSOR_BYTES = 100_000_000
 ROW = 16  # elements of a tensor that a rank holds
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
 TP8 = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": ["tp"]}]}
 TP8_OF_LAYERS = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": [None, "tp"]}]}
 
@@ -163,8 +164,75 @@ def write_dcp(root: Path, n_ranks: int, n_tensors: int, n_layers: int = 1) -> Fi
     return {"bytes of .metadata": float((root / ".metadata").stat().st_size)}
 
 
+def state_of(number: int, slot: str, n_ranks: int) -> np.ndarray:
+    """The content of a tensor of an optimizer."""
+    return tensor(number, n_ranks) + np.float32(STATES.index(slot) / len(STATES))
+
+
+def write_zero(root: Path, n_ranks: int, n_tensors: int, stage: int) -> Figures:
+    """A save of ZeRO as DeepSpeed 0.19 writes it: fp32 weights and two states of Adam, divided between the ranks."""
+    import torch  # noqa: PLC0415
+
+    root.mkdir()
+    shapes = {key(i): torch.Size((n_ranks, ROW)) for i in range(n_tensors)}
+    model = {
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+        "lr_scheduler": {"last_epoch": 4},
+        "global_steps": 4,
+        "skipped_steps": 0,
+        "dp_world_size": n_ranks,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+    }
+    for rank in range(n_ranks if stage == 3 else 1):
+        weights: dict[str, Any] = {}
+        for i, name in enumerate(shapes):
+            whole = torch.from_numpy(state_of(i, STATES[0], n_ranks)).bfloat16()
+            weights[name] = torch.empty(0, dtype=torch.bfloat16) if stage == 3 else whole
+        name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
+        torch.save({"module": weights, **model}, root / f"{name}_model_states.pt")
+    lines = {slot: np.stack([state_of(i, slot, n_ranks) for i in range(n_tensors)]) for slot in STATES}
+    for rank in range(n_ranks):
+        held = {}
+        for slot, line in lines.items():
+            own = line[:, rank] if stage == 3 else line.reshape(n_ranks, -1)[rank]
+            held[slot] = torch.from_numpy(own.reshape(-1).copy())
+        weight = held.pop(STATES[0])
+        options = [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0]}]
+        inner = {"state": {0: {"step": torch.tensor(4.0), **held}}, "param_groups": options}
+        zero: dict[str, Any] = {"zero_stage": stage, "partition_count": n_ranks if stage == 3 else [n_ranks]}
+        names = ("fp32_flat_groups", "optimizer_state_dict")
+        if stage != 3:
+            names = ("single_partition_of_fp32_groups", "base_optimizer_state")
+            zero["param_alignment_paddings"] = [[0] * n_tensors]
+        zero |= dict(zip(names, ([weight], inner), strict=True))
+        content = {"optimizer_state_dict": zero, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(content, root / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return {"MB": sum(path.stat().st_size for path in root.iterdir()) / 1e6}
+
+
+def open_and_load_zero(root: Path, n_ranks: int, n_tensors: int) -> Figures:
+    """Open a save of ZeRO, and load the slices of weights and states of one rank of eight."""
+    figures, found = _open_and_load(root, TP8)
+    for i, slot in itertools.product(range(n_tensors), STATES):
+        assert np.array_equal(found[f"{key(i)}.{slot}"], state_of(i, slot, n_ranks)[n_ranks // 8 : n_ranks // 4])
+    return figures
+
+
 def open_and_load(root: Path, n_ranks: int, n_tensors: int, n_layers: int = 1) -> Figures:
     """Open a tree, and load the slices of one rank of eight."""
+    figures, found = _open_and_load(root, TP8 if n_layers == 1 else TP8_OF_LAYERS)
+    for i in range(n_tensors):
+        assert np.array_equal(found[key(i)], tensor(i, n_ranks, n_layers)[..., n_ranks // 8 : n_ranks // 4, :])
+    return figures
+
+
+def _open_and_load(root: Path, layout: dict[str, Any]) -> tuple[Figures, dict[str, np.ndarray]]:
     warm = root.parent / "warm"
     if not warm.exists():
         reshard.save(warm, 1, {"w": np.zeros(8, np.float32)})
@@ -173,13 +241,11 @@ def open_and_load(root: Path, n_ranks: int, n_tensors: int, n_layers: int = 1) -
     before, start, used = memory_mib("VmHWM"), time.perf_counter(), time.process_time()
     with reshard.open(root) as checkpoint:
         opened = time.perf_counter()
-        found = checkpoint.load(TP8 if n_layers == 1 else TP8_OF_LAYERS, 1)
+        found = checkpoint.load(layout, 1)
     end, used = time.perf_counter(), time.process_time() - used
     peak = memory_mib("VmHWM") - before
-    for i in range(n_tensors):
-        assert np.array_equal(found[key(i)], tensor(i, n_ranks, n_layers)[..., n_ranks // 8 : n_ranks // 4, :])
     seconds = {"open": opened - start, "load": end - opened, "total": end - start, "of the processor": used}
-    return {**seconds, "peak MiB": peak}
+    return {**seconds, "peak MiB": peak}, found
 
 
 def write_large(root: Path, n_ranks: int, file_bytes: int) -> None:
@@ -553,6 +619,12 @@ def main() -> None:
                 shape = f"{n_ranks} ranks x {n_tensors} tensors, {n_layers} parts of each"
                 name = f"a folder of torch.distributed.checkpoint, {shape} (s)"
                 report(name, open_and_load, of_torch, n_ranks, n_tensors, n_layers)
+            for stage in (2, 3):
+                of_zero = folder / f"zero{n_ranks}_{stage}"
+                fresh(write_zero, of_zero, n_ranks, options.tensors, stage)
+                shape = f"{n_ranks} ranks x {options.tensors} tensors, two states of each"
+                report(f"ZeRO-{stage}, {shape} (s)", open_and_load_zero, of_zero, n_ranks, options.tensors)
+                shutil.rmtree(of_zero)
             large = folder / f"large{n_ranks}"
             write_large(large, n_ranks, int(options.file_gb * 1e9))
             for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):

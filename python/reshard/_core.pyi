@@ -35,6 +35,7 @@ __all__ = [
     "FileArray",
     "FileState",
     "FileTensor",
+    "FlatLines",
     "FolderEntry",
     "GgufTensor",
     "Index",
@@ -61,7 +62,6 @@ __all__ = [
     "Snapshot",
     "SnapshotPool",
     "StoredArray",
-    "StoredRange",
     "StoredRegion",
     "Strategy",
     "StrategyItem",
@@ -103,7 +103,7 @@ __all__ = [
     "read_dcp_paths",
     "read_gguf",
     "read_small_object",
-    "read_torch_content",
+    "read_torch_contents",
     "read_torch_file",
     "read_torch_object",
     "read_torch_shards",
@@ -156,25 +156,6 @@ class StoredArray(NamedTuple):
     name: str
     shape: tuple[int, ...]
     tiles: Sequence[Tile]
-
-class StoredRange(NamedTuple):
-    """A range of the elements of a tensor, in row-major order, and the flat array in which it lies.
-
-    Attributes:
-        start: the first element of the tensor.
-        end: one past the last.
-        file: number of the file in the index.
-        name: stored name of the array.
-        n: elements of the array.
-        at: element of the array at which the range begins.
-    """
-
-    start: int
-    end: int
-    file: int
-    name: str
-    n: int
-    at: int
 
 class StoredRegion(NamedTuple):
     """A stored region of a tensor.
@@ -873,6 +854,27 @@ class Buffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
+class FlatLines:
+    """Flat arrays one after the other, in which tensors lie one after the other."""
+
+    @staticmethod
+    def joined(arrays: Sequence[tuple[int, str, int]]) -> FlatLines:
+        """One line with all of each tensor. Of each array the number of its file, its stored name and its elements."""
+
+    @staticmethod
+    def divided(files: Sequence[int], arrays: Sequence[tuple[str, int]]) -> FlatLines:
+        """A line for each rank with an equal part of each tensor; the last parts are shorter or empty.
+
+        Args:
+            files: the number of the file of each rank.
+            arrays: of each array of a line its stored name and its elements.
+        """
+
+    @property
+    def n(self) -> int:
+        """Elements of a line."""
+
+@final
 class Index:
     """Where each shard is stored: the files, and for each key its dtype, its shape and the stored tiles."""
 
@@ -1030,14 +1032,15 @@ class Index:
             files: the number of the file at each point of the mesh.
         """
 
-    def add_ranges(self, key: str, dtype: str, shape: Sequence[int], ranges: Sequence[StoredRange]) -> None:
-        """Add a tensor that consists of ranges of flat arrays, each in row-major order of the tensor.
+    def add_flat(self, key: str, dtype: str, shape: Sequence[int], lines: FlatLines, start: int) -> None:
+        """Add a tensor that lies in flat arrays, in row-major order. It takes no memory for each rank.
 
         Args:
             key: the tensor.
             dtype: its dtype.
             shape: its global shape.
-            ranges: the ranges.
+            lines: the flat arrays.
+            start: the element of the line at which it begins; of several lines, at which each part of it begins.
         """
 
     def add_tiles(
@@ -1062,6 +1065,9 @@ class Index:
                 `d` is `(r // n1, r % n1)` in the tiles; the product of the factors is the extent of the dim. Interleaved
                 rows of two arrays are then one tile each: `factors={0: (n, 2)}`. Factors add at most 8 dims.
         """
+
+    def add_same(self, key: str, other: Index, name: str) -> None:
+        """Add the tensor `name` of an index whose files are the first ones of this index, in the same order."""
 
     def keep_dtypes(self, keys: Sequence[str]) -> None:
         """Let no plan cast these tensors, whatever `dtype` is given. Keys that the index does not have are ignored.
@@ -1760,10 +1766,12 @@ def read_torch_shards(path: str, *, follow_links: bool = True) -> TorchRankFile:
     `read_torch_file`.
     """
 
-def read_torch_content(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], object]:
-    """The tensors of a file of `torch.save`, and its object without their content.
+def read_torch_contents(paths: Sequence[str], *, follow_links: bool = True) -> list[tuple[list[TorchTensor], object]]:
+    """The tensors of each file of `torch.save`, and its object without their content.
 
-    One `Opaque` without arguments stands for all tensors that are made by the function of its name.
+    One `Opaque` without arguments stands for all tensors that are made by the function of its name. Files that are
+    equal apart from the content of their tensors, as many of ranks, are given the same tuple: they are compared instead
+    of decoded.
     """
 
 def read_torch_object(

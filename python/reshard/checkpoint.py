@@ -634,13 +634,16 @@ class Checkpoint:
     # -- the same files, other tensors
 
     def view(
-        self, tensors: Mapping[str, StoredTensor] | Iterable[tuple[str, StoredTensor]], *, is_renamed: bool = False
+        self,
+        tensors: Mapping[str, StoredTensor | str] | Iterable[tuple[str, StoredTensor | str]],
+        *,
+        is_renamed: bool = False,
     ) -> Checkpoint:
         """The same files with other tensors, which consist of stored arrays. No tensor is read.
 
         Args:
-            tensors: the new tensors by key, with stored arrays as `_core.Index.stored` of this checkpoint returns them.
-                A mapping, or an iterable of pairs.
+            tensors: the new tensors by key: the key of a tensor of this checkpoint, or stored arrays as
+                `_core.Index.stored` of this checkpoint returns them. A mapping, or an iterable of pairs.
             is_renamed: the tensors have other names than in the recorded layout.
 
         Returns:
@@ -652,12 +655,9 @@ class Checkpoint:
 
         Example:
             >>> import numpy as np, reshard
-            >>> from reshard.formats.base import StoredTensor
             >>> reshard.save_file({"w": np.arange(3)}, "view.safetensors")
-            >>> checkpoint = reshard.open("view.safetensors")
-            >>> info = checkpoint["w"]
-            >>> view = checkpoint.view({"v": StoredTensor(info.dtype, info.shape, checkpoint.data.index.stored("w"))})
-            >>> view.read("v")
+            >>> with reshard.open("view.safetensors") as checkpoint, checkpoint.view({"v": "w"}) as view:
+            ...     view.read("v")
             array([0, 1, 2])
         """
         data = self.data
@@ -665,6 +665,9 @@ class Checkpoint:
 
         index = opened_again(self._index, range(self._index.n_files), self.manifest)
         for key, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            if isinstance(tensor, str):
+                index.add_same(key, self._index, tensor)
+                continue
             # The description of the stored arrays has been checked for overlaps already.
             index.add_tiles(
                 key, tensor.dtype, tensor.shape, tensor.stored, overlapping=True, factors=tensor.factors or None
@@ -1001,7 +1004,7 @@ class Checkpoint:
         new = [(name, "F32", shape, "constant", (value,), ()) for name, shape, value in scales]
         file = _core.add_quantised(index, stored, path, new) if new else -1
         for key, name in made.moved.items():
-            index.add_tiles(name, *self._index.info(key), self._index.stored(key), overlapping=True)
+            index.add_same(name, self._index, key)
         computed: dict[str, tuple[str, ...]] = dict.fromkeys(made.moved, ())
         return self._computed(index, file, computed | {key: (scale[0],) for key, scale in made.scales.items()})
 
@@ -1026,7 +1029,7 @@ class Checkpoint:
                 for name in computed[key]:
                     index.add_whole(name, file)
             elif key not in self._unplaced:
-                index.add_tiles(key, *self._index.info(key), self._index.stored(key), overlapping=True)
+                index.add_same(key, self._index, key)
         data = self.data
         is_locked = self._unlock is not None and self._unlock.alive
         lock = data.lock.duplicate() if is_locked and data.lock is not None else None

@@ -56,6 +56,7 @@ pub mod planning {
     pub mod request;
 
     pub(crate) mod factors;
+    pub mod flat;
 
     pub mod stored;
 
@@ -99,6 +100,6 @@ pub use check::{finite, verify};
 pub use error::{Error, Kind, Result};
 pub use files::{checksum, header, listed, local_array, shard_file, source};
 pub use geometry::{dtype, layout, mesh, region, tile};
-pub use planning::{extents, index, plan, request, stored};
+pub use planning::{extents, flat, index, plan, request, stored};
 pub use read::{copy, window};
 pub use write::{route, small_files, snapshot, writer};

@@ -80,7 +80,7 @@ def test_places_differ_by_shape_file_cut_and_ranks_of_files(tmp_path: Path) -> N
     index.add_layout("turned", "F32", rows, files[::-1])
     index.add_layout("wide", "F32", wide, files)
     for key in ("range", "other range"):
-        index.add_ranges(key, "F32", (4,), [_core.StoredRange(0, 4, files[0], key, 4, 0)])
+        index.add_flat(key, "F32", (4,), _core.FlatLines.joined([(files[0], key, 4)]), 0)
     place_of = dict(zip(index.keys(), index.places(), strict=True))
     assert place_of["rows"] == place_of["more rows"]
     assert len(set(place_of.values())) == len(place_of) - 1

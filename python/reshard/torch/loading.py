@@ -17,7 +17,6 @@ import torch
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import counter_tensors
-from reshard.formats.base import StoredTensor
 from reshard.formats.left_out import LeftOut
 from reshard.formats.outputs import as_array, fill
 from reshard.formats.run_state import Live, is_number, is_optimizer, is_whole_optimizer, model_of, translated
@@ -145,9 +144,7 @@ def read_for(
         return _read_plain(
             wanted, rank, part=part, init=init, of_each_rank=of_each_rank, verify=verify, threads=threads
         )
-    index = checkpoint.data.index
-    stored = ((names.get(key, key), StoredTensor(*index.info(key), index.stored(key))) for key in checkpoint)
-    with checkpoint.view(stored, is_renamed=True) as view:
+    with checkpoint.view(((names.get(key, key), key) for key in checkpoint), is_renamed=True) as view:
         wanted.checkpoint = view
         return _read_plain(
             wanted, rank, part=part, init=init, of_each_rank=of_each_rank, verify=verify, threads=threads
@@ -274,8 +271,7 @@ def _read_of_torch(
     outside = outside.intersection(checkpoint.keys(part)) if init is not None or part == "model" else set()
     keys = [key for key in checkpoint.keys(part) if key not in outside]
     checkpoint.data.check(keys)
-    index = checkpoint.data.index
-    tensors = {state.keys[key]: StoredTensor(*index.info(key), index.stored(key)) for key in keys if key in state.keys}
+    tensors = {state.keys[key]: key for key in keys if key in state.keys}
     if outside:
         names = listed(map(show, sorted(outside)), MOST_NAMES)
         wanted.notes.append(f"the checkpoint also has {names}, outside of the state dict of the model: not loaded")

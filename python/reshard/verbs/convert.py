@@ -33,7 +33,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.base import OpenOptions, StoredTensor
+from reshard.formats.base import OpenOptions
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import is_of_one_rank
 from reshard.formats.registry import check_destination, known_files, rank_root, writer_for, writers
@@ -791,11 +791,7 @@ def _check_copies(
         return
     from reshard.verbs.diff import diff_opened  # noqa: PLC0415  not needed without such copies
 
-    def view(keys: Mapping[str, str]) -> Checkpoint:
-        index = source.data.index
-        return source.view({key: StoredTensor(*index.info(of), index.stored(of)) for key, of in keys.items()})
-
-    with view({key: key for key in copies}) as left_out, view(copies) as kept:
+    with source.view({key: key for key in copies}) as left_out, source.view(copies) as kept:
         report = diff_opened(left_out, kept, max_bytes=max_bytes, threads=threads)
     if report.differences:
         key = report.differences[0].key

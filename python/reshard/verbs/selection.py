@@ -17,7 +17,6 @@ import numpy as np
 from reshard.conversion.destinations import NewNames
 from reshard.errors import ArgumentError, NamesError
 from reshard.formats import counter_tensors, weight_sets
-from reshard.formats.base import StoredTensor
 from reshard.names import NameMap
 from reshard.names.config_fields import config_fields
 from reshard.names.model import read_config
@@ -117,14 +116,14 @@ def select(
         NamesError: the name map does not fit the tensors, or it would leave out values that are no padding.
     """
     if part == "model" and (weights := source.data.weights(dtype)) is not None:
-        view = source.view({name: _stored(source, key) for name, key in weights.items()}, is_renamed=True)
+        view = source.view(weights, is_renamed=True)
         selection = select(view, part, only=only, drop=drop, rename=rename, sizes=sizes, names=names, apart=apart)
         if selection.source is not view:
             view.close()
         return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
     if only:
         chosen = _only(source, part, (only,) if isinstance(only, str) else tuple(only))
-        view = source.view({key: _stored(source, key) for key in chosen})
+        view = source.view({key: key for key in chosen})
         selection = select(view, part, drop=drop, rename=rename, sizes=sizes, names=names, apart=apart)
         if selection.source is not view:
             view.close()
@@ -150,7 +149,7 @@ def select(
     source._check_placed(*(key for key in unplaced if key in new))  # noqa: SLF001  the check of a read
     view = source
     if not is_same or len(tensors) < len(source):
-        view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})
+        view = source.view({new[key]: key for key in tensors if key in new})
     copies: dict[str, str] = {}
     joined: dict[str, str] = {}
     of_sizes: list[str] = []
@@ -393,7 +392,7 @@ def of_prefixes(source: Checkpoint, entry: str | None, rename: Mapping[str, str]
         rename = {bare(old): new for old, new in rename.items()}
         weight_sets.check_distinct(inner, path)
     new = new_names(list(inner.values()), (), rename)
-    return source.view({new[name]: _stored(source, key) for key, name in inner.items()}, is_renamed=True)
+    return source.view({new[name]: key for key, name in inner.items()}, is_renamed=True)
 
 
 def _only(source: Checkpoint, part: Part, only: tuple[str, ...]) -> list[str]:
@@ -430,11 +429,6 @@ def _counters(source: Checkpoint, alone: Collection[str]) -> dict[str, np.ndarra
     known = {} if source.common is None else counter_tensors.arrays_of(source.common)
     known = {name: array for name, array in known.items() if name not in source}
     return known | {key: source.read(key) for key in alone}
-
-
-def _stored(source: Checkpoint, key: str) -> StoredTensor:
-    dtype, shape = source.data.index.info(key)
-    return StoredTensor(dtype, shape, source.data.index.stored(key))
 
 
 def _states(source: Checkpoint) -> dict[str, tuple[str, str]]:

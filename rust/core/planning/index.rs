@@ -21,7 +21,6 @@ use std::collections::{HashMap, HashSet};
 use std::mem::take;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-pub use table::StoredRange;
 use table::WholeFile;
 
 /// Files and stored tensors.

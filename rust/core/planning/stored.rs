@@ -1,9 +1,9 @@
-//! The stored tiles of one tensor, in one of two forms, and the selection of copies for a requested tile.
+//! The stored tiles of one tensor, in one of three forms, and the selection of copies for a requested tile.
 //!
 //! A *grid* is symbolic: the boundaries of the parts of each dim, and the holders of each cell, either the ranks of a
 //! mesh (each with a file) or a table. Irregular tensors are lists of *explicit tiles*, sorted and checked to be
-//! disjoint. Some of their dims can have factors; then the regions are in factored dims. Files are numbers; the index
-//! opens them.
+//! disjoint. Some of their dims can have factors; then the regions are in factored dims. Tensors in *flat* arrays are a
+//! number each (see `flat`). Files are numbers; the index opens them.
 
 use crate::bytes::strided::{CopyDims, Dim, merge_dims};
 use crate::error::{Error, Kind, Printable, Result};
@@ -12,6 +12,7 @@ use crate::geometry::layout::{Cuts, Layout};
 use crate::geometry::region::{Dims, Region, row_major_strides};
 use crate::geometry::tile::Tile;
 use crate::planning::factors::Factors;
+use crate::planning::flat::{Flat, Piece, range_of};
 use crate::planning::plan::{CopyOp, strided_copy};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -43,6 +44,7 @@ pub(crate) enum Form {
     Grid(Grid),
     /// Boxed: most tensors are grids, which are smaller.
     Tiles(Box<Tiles>),
+    Flat(Flat),
 }
 
 #[derive(Debug)]
@@ -753,6 +755,41 @@ impl Tiles {
         }
         rest.first()
             .map_or(Ok(()), |region| Err(self.coverage_error(stored, region)))
+    }
+}
+
+/// Each array that holds elements of a tensor of a shape, and its tiles.
+pub(crate) fn arrays_of_flat(flat: &Flat, shape: &[u64]) -> Vec<(StoredTensor, Vec<Tile>)> {
+    let array = |piece: Piece<'_>| {
+        let tensor = StoredTensor {
+            file: piece.file,
+            name: piece.name.to_owned(),
+            shape: piece.shape.to_vec(),
+        };
+        (tensor, piece.tiles(shape).collect())
+    };
+    flat.pieces().map(array).collect()
+}
+
+/// Selects the copies of a tile, which is not empty, of a tensor of a shape in flat arrays.
+pub(crate) fn select_flat<'a>(
+    flat: &'a Flat,
+    shape: &[u64],
+    tile: &Tile,
+    chosen: &mut [u64],
+    selected: &mut Vec<SelectedCopy<'a>>,
+) {
+    for piece in flat.pieces_over(range_of(&tile.global, shape)) {
+        for source in piece.tiles(shape) {
+            let Some(common) = tile.global.intersect(&source.global) else {
+                continue;
+            };
+            chosen[piece.file as usize] += common.n_elements();
+            let stored_shape = piece.shape.to_vec();
+            let name = Cow::Borrowed(piece.name);
+            let copy = selected_copy(piece.file, name, stored_shape, common, source, tile);
+            selected.push(copy);
+        }
     }
 }
 

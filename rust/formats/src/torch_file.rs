@@ -14,6 +14,7 @@
 //!
 //! Source: `torch/serialization.py` and `torch/_utils.py` of torch 2.15.
 
+pub mod equal;
 mod regions;
 
 pub use self::regions::Regions;
@@ -122,10 +123,11 @@ impl TorchFile {
             return Err(Error::damaged("the file is empty")
                 .hint("the save was interrupted, or the disk was full"));
         }
+        if is_zip(window)? {
+            return Self::of_archive(unpacked(window)?);
+        }
         let head = window.read(0, window.n_bytes().min(32))?;
-        if head.starts_with(b"PK\x03\x04") {
-            Self::read_zip(window)
-        } else if is_legacy_head(&head) {
+        if is_legacy_head(&head) {
             Self::read_legacy(window)
         } else if head.first() == Some(&0x80) {
             Err(Error::new(
@@ -139,76 +141,15 @@ impl TorchFile {
         }
     }
 
-    fn read_zip(window: Window<'_>) -> Result<Self> {
-        let members = zip::members(window)?;
-        let mut pickles = members.iter().filter(|one| one.name.ends_with("/data.pkl"));
-        let main = pickles.next().ok_or_else(|| {
-            Error::damaged("the archive has no `data.pkl`: it is no file of `torch.save`")
-        })?;
-        if pickles.next().is_some() {
-            return Err(Error::damaged("the archive has two `data.pkl`"));
-        }
-        let base = &main.name[..main.name.len() - "data.pkl".len()];
-        let find = |name: &str| {
-            members
-                .iter()
-                .find(|one| one.name.strip_prefix(base) == Some(name))
-        };
-        if find("constants.pkl").is_some() {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "it is a TorchScript archive, not a checkpoint",
-            ));
-        }
-        if let Some(member) = find("byteorder") {
-            match &*content(window, member, 16)? {
-                b"little" => {}
-                b"big" => return Err(big_endian()),
-                _ => return Err(Error::damaged("`byteorder` is neither little nor big")),
-            }
-        }
-        for name in ["version", ".data/version"] {
-            if let Some(member) = find(name) {
-                let text = content(window, member, 32)?;
-                let version = std::str::from_utf8(&text)
-                    .ok()
-                    .and_then(|text| text.trim().parse::<u64>().ok());
-                let version = version.ok_or_else(|| Error::damaged("`version` is no number"))?;
-                if version > MAX_VERSION {
-                    let message = format!(
-                        "version {version} of the archive, known are those up to {MAX_VERSION}"
-                    );
-                    return Err(Error::new(Kind::Unsupported, message));
-                }
-            }
-        }
-        let bytes = content(window, main, MAX_PICKLE_BYTES)?;
-        if main.crc != 0 && crc32(&bytes) != main.crc {
-            return Err(Error::damaged("`data.pkl` differs from its CRC-32"));
-        }
-        let pickle = Pickle::decode(&bytes).map_err(|error| error.within("`data.pkl`"))?;
-        let mut by_key = HashMap::new();
-        let mut storages = Vec::new();
-        for member in &members {
-            let Some(key) = member
-                .name
-                .strip_prefix(base)
-                .and_then(|rest| rest.strip_prefix("data/"))
-            else {
-                continue;
-            };
-            by_key.insert(key.to_owned(), storages.len());
-            storages.push(Storage {
-                key: key.to_owned(),
-                start: member.start,
-                n_bytes: member.n_bytes,
-                crc: (member.crc != 0).then_some(member.crc),
-            });
-        }
+    fn of_archive(archive: Archive<'_>) -> Result<Self> {
+        let pickle = Pickle::decode(&archive.pickle);
+        let pickle = pickle.map_err(|error| error.within("`data.pkl`"))?;
+        let storages = archive.storages;
+        let keys = storages.iter().map(|one| one.key.clone());
         Ok(Self {
             pickle,
+            by_key: keys.zip(0..).collect(),
             storages,
-            by_key,
             is_legacy: false,
         })
     }
@@ -972,6 +913,75 @@ fn unsupported_key() -> Error {
     )
 }
 
+/// The members of an archive of `torch.save`.
+struct Archive<'a> {
+    pickle: Cow<'a, [u8]>,
+    storages: Vec<Storage>,
+}
+
+/// What a file of the newer form consists of.
+fn unpacked(window: Window<'_>) -> Result<Archive<'_>> {
+    let members = zip::members(window)?;
+    let mut pickles = members.iter().filter(|one| one.name.ends_with("/data.pkl"));
+    let main = pickles.next().ok_or_else(|| {
+        Error::damaged("the archive has no `data.pkl`: it is no file of `torch.save`")
+    })?;
+    if pickles.next().is_some() {
+        return Err(Error::damaged("the archive has two `data.pkl`"));
+    }
+    let base = &main.name[..main.name.len() - "data.pkl".len()];
+    let find = |name: &str| {
+        members
+            .iter()
+            .find(|one| one.name.strip_prefix(base) == Some(name))
+    };
+    if find("constants.pkl").is_some() {
+        return Err(Error::new(
+            Kind::Unsupported,
+            "it is a TorchScript archive, not a checkpoint",
+        ));
+    }
+    if let Some(member) = find("byteorder") {
+        match &*content(window, member, 16)? {
+            b"little" => {}
+            b"big" => return Err(big_endian()),
+            _ => return Err(Error::damaged("`byteorder` is neither little nor big")),
+        }
+    }
+    for name in ["version", ".data/version"] {
+        if let Some(member) = find(name) {
+            let text = content(window, member, 32)?;
+            let version = std::str::from_utf8(&text)
+                .ok()
+                .and_then(|text| text.trim().parse::<u64>().ok());
+            let version = version.ok_or_else(|| Error::damaged("`version` is no number"))?;
+            if version > MAX_VERSION {
+                let message = format!(
+                    "version {version} of the archive, known are those up to {MAX_VERSION}"
+                );
+                return Err(Error::new(Kind::Unsupported, message));
+            }
+        }
+    }
+    let bytes = content(window, main, MAX_PICKLE_BYTES)?;
+    if main.crc != 0 && crc32(&bytes) != main.crc {
+        return Err(Error::damaged("`data.pkl` differs from its CRC-32"));
+    }
+    let storages = members.iter().filter_map(|member| {
+        let key = member.name.strip_prefix(base)?.strip_prefix("data/")?;
+        Some(Storage {
+            key: key.to_owned(),
+            start: member.start,
+            n_bytes: member.n_bytes,
+            crc: (member.crc != 0).then_some(member.crc),
+        })
+    });
+    Ok(Archive {
+        pickle: bytes,
+        storages: storages.collect(),
+    })
+}
+
 fn content<'a>(window: Window<'a>, member: &Member, max_bytes: u64) -> Result<Cow<'a, [u8]>> {
     if member.n_bytes > max_bytes {
         let message = format!(
@@ -1101,6 +1111,11 @@ impl Legacy<'_> {
             }
         }
     }
+}
+
+fn is_zip(window: Window<'_>) -> Result<bool> {
+    let head = window.read(0, window.n_bytes().min(4))?;
+    Ok(*head == *b"PK\x03\x04")
 }
 
 fn is_legacy_head(head: &[u8]) -> bool {

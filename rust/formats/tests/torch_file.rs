@@ -1,6 +1,8 @@
 //! Files of `torch.save`: real ones against their ground truth, hostile ones refused.
 
 use reshard_core::source::{Method, Source};
+use reshard_formats::objects::{Objects, read_file};
+use reshard_formats::torch_file::equal::{Known, Read};
 use reshard_formats::torch_file::{Leaf, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::BTreeMap;
@@ -238,4 +240,84 @@ fn hostile_folders_of_dcp_are_refused() {
     }
     assert!(n > 35, "{n}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Every fifth byte of the file of a rank, changed: a file that is equal to that of another rank is decoded to the same values.
+#[test]
+fn a_file_that_is_equal_to_a_known_one_is_decoded_to_the_same_values() {
+    let name = "ds_zero3_bf16/checkpoint/global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt";
+    let mut known = Known::default();
+    let Ok(Read::Decoded(mut first)) = known.read(&data(name), false) else {
+        panic!("nothing is known before")
+    };
+    assert!(known.keep(&mut first) && !known.keep(&mut first));
+    // The members of the archive of another rank have other names.
+    let mut bytes = std::fs::read(data(name)).unwrap();
+    for at in 0..bytes.len() {
+        if bytes[at..].starts_with(b"rank_1_mp") {
+            bytes[at + 5] = b'7';
+        }
+    }
+    let values = |file: &TorchFile, leaves: &[(String, Leaf)]| {
+        let meant = Objects::new(file.pickle()); // numbers of values
+        let shown = leaves.iter().map(|(name, leaf)| match leaf {
+            Leaf::Tensor(one) => format!("{name} {:?}", (one.dtype, &one.shape, one.storage)),
+            Leaf::Other(id) => format!("{name} {:?}", meant.get(*id)),
+            _ => panic!("no shards"),
+        });
+        shown.collect::<Vec<_>>()
+    };
+    let expected = values(&first.file, &first.leaves);
+    let path = std::env::temp_dir().join(format!("reshard-equal-{}.pt", std::process::id()));
+    let (mut n_equal, mut n_decoded, mut n_refused) = (0, 0, 0);
+    for at in (0..bytes.len()).step_by(5) {
+        bytes[at] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        let alone = read_file(&path, false);
+        match known.read(&path, false) {
+            Ok(Read::Equal(number)) => {
+                let (file, leaves) = alone.unwrap();
+                assert_eq!(
+                    (number, values(&file, &leaves)),
+                    (0, expected.clone()),
+                    "{at}"
+                );
+                n_equal += 1;
+            }
+            Ok(Read::Decoded(found)) => {
+                let (file, leaves) = alone.unwrap();
+                assert_eq!(values(&found.file, &found.leaves), values(&file, &leaves));
+                n_decoded += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.to_string(), alone.unwrap_err().to_string());
+                n_refused += 1;
+            }
+        }
+        bytes[at] ^= 1;
+    }
+    std::fs::remove_file(&path).unwrap();
+    // Most bytes are padding and contents. The CRC of the pickle finds each change of it.
+    assert!(
+        n_equal > 200 && n_refused > 200,
+        "{n_equal} {n_decoded} {n_refused}"
+    );
+
+    // The same pickle, whose storages have other sizes, is not equal.
+    let (from, to) = (b"data/10", b"data/1a");
+    let mut other = bytes;
+    let places = other
+        .windows(from.len())
+        .enumerate()
+        .filter(|(_, found)| found == from);
+    for at in places.map(|(at, _)| at).collect::<Vec<_>>() {
+        other[at..at + to.len()].copy_from_slice(to);
+    }
+    std::fs::write(&path, &other).unwrap();
+    let refused = known.read(&path, false).unwrap_err().to_string();
+    std::fs::remove_file(&path).unwrap();
+    assert!(
+        refused.contains("storage `10` is not in the file"),
+        "{refused}"
+    );
 }

@@ -16,7 +16,8 @@ use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyString, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
-use reshard_core::index::{CHUNK_TENSORS, Change, ReadChecksums, StoredRange, drop_large};
+use reshard_core::flat::Lines;
+use reshard_core::index::{CHUNK_TENSORS, Change, ReadChecksums, drop_large};
 use reshard_core::region::Region;
 use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ShardFile};
@@ -45,6 +46,28 @@ impl Drop for Index {
         if let Some(metadata) = self.metadata.take() {
             drop_large(metadata.tensors.len(), metadata);
         }
+    }
+}
+
+/// Flat arrays in which tensors lie one after the other.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct FlatLines(Arc<Lines>);
+
+#[pymethods]
+impl FlatLines {
+    #[staticmethod]
+    fn joined(py: Python<'_>, arrays: Vec<(u32, String, u64)>) -> PyResult<Self> {
+        raise(py, Lines::joined(arrays)).map(|lines| Self(Arc::new(lines)))
+    }
+
+    #[staticmethod]
+    fn divided(py: Python<'_>, files: Vec<u32>, arrays: Vec<(String, u64)>) -> PyResult<Self> {
+        raise(py, Lines::divided(files, arrays)).map(|lines| Self(Arc::new(lines)))
+    }
+
+    #[getter]
+    fn n(&self) -> u64 {
+        self.0.n()
     }
 }
 
@@ -399,29 +422,26 @@ impl Index {
         raise(py, add().map_err(|error| error.key(key)))
     }
 
+    fn add_same(&mut self, py: Python<'_>, key: &str, other: &Self, name: &str) -> PyResult<()> {
+        let added = py.detach(|| self.index.add_same(key, &other.index, name));
+        raise(py, added)
+    }
+
     fn keep_dtypes(&mut self, keys: Vec<String>) {
         self.index
             .keep_dtypes(keys.into_iter().map(String::into_boxed_str));
     }
 
-    fn add_ranges(
+    fn add_flat(
         &mut self,
         py: Python<'_>,
         key: &str,
         dtype: DtypeName,
         shape: Vec<u64>,
-        ranges: Vec<(u64, u64, u32, String, u64, u64)>,
+        lines: &FlatLines,
+        start: u64,
     ) -> PyResult<()> {
-        let ranges = ranges.into_iter();
-        let ranges = ranges.map(|(start, end, file, name, n, at)| StoredRange {
-            start,
-            end,
-            file,
-            name,
-            n,
-            at,
-        });
-        let added = self.index.add_ranges(key, dtype.0, shape, ranges.collect());
+        let added = self.index.add_flat(key, dtype.0, shape, &lines.0, start);
         raise(py, added)
     }
 

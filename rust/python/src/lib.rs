@@ -46,7 +46,7 @@ mod _core {
         default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         gguf::read_gguf,
-        index::Index,
+        index::{FlatLines, Index},
         metadata::{MetadataEncoder, are_plain},
         patterns::{Expression, IndexPattern, Patterns, number_groups},
         plan::{Loaded, Plan, write_sums},
@@ -55,7 +55,7 @@ mod _core {
         strategy::{decode_strategy, encode_strategy},
         torch::{
             Opaque, decode_torch_object, open_dcp, open_dcp_ranks, read_dcp_paths,
-            read_torch_content, read_torch_file, read_torch_object, read_torch_shards,
+            read_torch_contents, read_torch_file, read_torch_object, read_torch_shards,
         },
         verify::{ValueCounts, crc32c, differing, scrub},
         write::{

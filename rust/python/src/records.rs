@@ -27,8 +27,6 @@ pub(crate) static TILE: Record = Record::new(
 pub(crate) static STORED_ARRAY: Record =
     Record::new("StoredArray", &["file", "name", "shape", "tiles"]);
 /// A range of the elements of a tensor, and the flat array in which it lies.
-pub(crate) static STORED_RANGE: Record =
-    Record::new("StoredRange", &["start", "end", "file", "name", "n", "at"]);
 /// A stored region of a tensor, and the files that hold it.
 pub(crate) static STORED_REGION: Record =
     Record::new("StoredRegion", &["offset", "shape", "files"]);
@@ -334,7 +332,6 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     for record in [
         &TILE,
         &STORED_ARRAY,
-        &STORED_RANGE,
         &STORED_REGION,
         &ARRAY_COUNTS,
         &ARRAY_PART,

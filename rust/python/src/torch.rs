@@ -6,9 +6,12 @@ use crate::index::{Index, parse_method};
 use crate::records::{
     DCP_OBJECT, OPENED_DCP, TORCH_RANK_FILE, TORCH_REGION, TORCH_REGIONS, TORCH_SHARD, TORCH_TENSOR,
 };
+use crate::run::run;
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
+use rayon::prelude::*;
+use reshard_core::control::Control;
 use reshard_core::error::Printable;
 use reshard_core::source::Source;
 use reshard_core::{Error, Kind};
@@ -16,6 +19,7 @@ use reshard_formats::dcp::folder::{self, Folder};
 use reshard_formats::dcp::{Step, paths};
 use reshard_formats::objects::{Elements, Object, Objects, read_file, read_range, too_many_values};
 use reshard_formats::pickle::{Id, Record};
+use reshard_formats::torch_file::equal::{Decoded, Known, Read};
 use reshard_formats::torch_file::{Leaf, Regions, Tensor, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
@@ -25,6 +29,9 @@ use std::path::{Path, PathBuf};
 const MAX_DEPTH: usize = 100;
 /// Python objects of one value: shared containers are made once, so a value has as many as its pickle.
 const MAX_OBJECTS: usize = 50_000_000;
+/// Files that are read before their values are made.
+const MAX_READ: usize = 16;
+
 /// An object whose class is not known here: its name and what it was to be made of.
 #[pyclass(module = "reshard._core", frozen, get_all)]
 pub(crate) struct Opaque {
@@ -355,29 +362,62 @@ fn torch_regions<'py>(
     TORCH_REGIONS.of(py, (name, dtype, shape, held, all, rank, n_ranks))
 }
 
-/// Tensors of a file of `torch.save` by path, and its object, in which one value stands for all tensors.
+/// Tensors of each file of `torch.save` by path, and its object, in which one value stands for all tensors.
 #[pyfunction]
-#[pyo3(signature = (path, *, follow_links=true))]
-pub(crate) fn read_torch_content(
+#[pyo3(signature = (paths, *, follow_links=true))]
+pub(crate) fn read_torch_contents(
     py: Python<'_>,
-    path: PathBuf,
+    paths: Vec<PathBuf>,
     follow_links: bool,
-) -> PyResult<(Vec<Bound<'_, PyTuple>>, Bound<'_, PyAny>)> {
-    let read = py.detach(|| read_file(&path, follow_links));
-    let (file, leaves) = raise(py, read)?;
-    let mut tensors = Vec::new();
-    for (name, leaf) in leaves {
+) -> PyResult<Vec<Bound<'_, PyTuple>>> {
+    let (mut known, mut of_known) = (Known::default(), Vec::new());
+    let mut contents = Vec::with_capacity(paths.len());
+    let mut rest = &paths[..];
+    while !rest.is_empty() {
+        // The first ones alone: others are often equal to one of them.
+        let n = if contents.len() < 2 { 1 } else { MAX_READ };
+        let (next, after) = rest.split_at(n.min(rest.len()));
+        rest = after;
+        let read_one = |path: &PathBuf| known.read(path, follow_links);
+        let read = run(py, None, 0, None, &Control::default(), || {
+            Ok(next.par_iter().map(read_one).collect::<Vec<_>>())
+        })?;
+        for (path, one) in next.iter().zip(read) {
+            let content = match raise(py, one)? {
+                Read::Equal(number) => of_known.get(number).cloned(),
+                Read::Decoded(mut decoded) => {
+                    let content = torch_content(py, path, &decoded)?;
+                    if known.keep(&mut decoded) {
+                        of_known.push(content.clone());
+                    }
+                    Some(content)
+                }
+            };
+            contents.push(content.expect("known files are kept in their order"));
+        }
+    }
+    Ok(contents)
+}
+
+fn torch_content<'py>(
+    py: Python<'py>,
+    path: &Path,
+    decoded: &Decoded,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let tensors = PyList::empty(py);
+    for (name, leaf) in &decoded.leaves {
         match leaf {
-            Leaf::Tensor(tensor) => {
-                tensors.push(torch_tensor(py, name, &tensor)?);
-            }
-            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name, "DTensor"))),
-            Leaf::Regions(_) => return raise(py, Err(no_whole(&path, &name, "ShardedTensor"))),
+            Leaf::Tensor(tensor) => tensors.append(torch_tensor(py, name.clone(), tensor)?)?,
+            Leaf::Sharded(_) => return raise(py, Err(no_whole(path, name, "DTensor"))),
+            Leaf::Regions(_) => return raise(py, Err(no_whole(path, name, "ShardedTensor"))),
             Leaf::Other(_) => {}
         }
     }
-    let object = root_of(py, &file, Objects::without_tensors(&file))?;
-    Ok((tensors, object))
+    let objects = Objects::without_tensors(&decoded.file);
+    PyTuple::new(
+        py,
+        [tensors.into_any(), root_of(py, &decoded.file, objects)?],
+    )
 }
 
 /// The object of `torch.save` in a range of a file.

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import reshard
+from reshard import _core
 from reshard.errors import DamagedFileError, ReshardError
 from reshard.torch import load_file
 
@@ -403,6 +404,65 @@ def test_a_universal_folder_without_a_file_is_refused(tmp_path: Path) -> None:
     shutil.copy(folder / "zero/up.bias/fp32.pt", folder / "zero/gate/fp32.pt")
     with pytest.raises(ReshardError, match=r"has the shape \(19,\), recorded is \(3,\)"):
         reshard.open(folder)
+
+
+def test_the_file_of_each_rank_is_compared_or_read(tmp_path: Path) -> None:
+    arrays, files = example(3, 21)
+
+    def model(rank: int) -> str:
+        return MODEL[3].replace("rank_0_", f"rank_{rank}_")
+
+    for rank in (0, 3, 7, 19):  # as a client state with random numbers
+        files[model(rank)]["note"] = f"of rank {rank}"
+    files[model(5)]["frozen_param_fragments"]["frozen"] += 1
+    folder = write(tmp_path / "save", files)
+    contents = _core.read_torch_contents([str(folder / model(rank)) for rank in range(21)])
+    assert len({id(content) for content in contents}) == 5, "equal files are decoded once"
+    with reshard.open(folder) as found:
+        notes = {rank: found.extra(rank=rank)["note"] for rank in range(21)}
+        assert {rank: note for rank, note in notes.items() if note != "client"} == {
+            rank: f"of rank {rank}" for rank in (0, 3, 7, 19)
+        }
+        assert all((found.read(key) == right).all() for key, right in arrays.items())
+        frozen = np.arange(15) + (np.arange(15) == 5)
+        assert (found.read("frozen").astype(np.float32) == frozen.reshape(3, 5)).all()
+    changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (lambda f: f.update(global_steps=5), "`global_steps` differs.*: `4` and `5`"),
+        (lambda f: f["param_shapes"][0].update(a=torch.Size((3, 7))), "`param_shapes` differs"),
+        (lambda f: _shorter(f["frozen_param_fragments"], "frozen"), "with 1 element,.* found .*0,"),
+        (lambda f: f["frozen_param_fragments"].clear(), "with 1 element,.* found None"),
+        (lambda f: f["shared_params"].update(tied="b"), "`tied` is tied to another"),
+    ]
+    for number, (change, message) in enumerate(changes):
+        for rank in (1, 2, 20):
+            damaged = copy.deepcopy(files)
+            change(damaged[model(rank)])
+            with pytest.raises(ReshardError, match=f"zero_pp_rank_{rank}_mp_rank_00_model_states.*{message}"):
+                reshard.open(write(tmp_path / f"damaged{number}_{rank}", damaged))
+    for rank in (1, 20):
+        damaged = copy.deepcopy(files)
+        zero = _zero(damaged, rank)
+        zero["fp32_flat_groups"] = [
+            one for line in zero["fp32_flat_groups"] for one in (line[:1].clone(), line[1:].clone())
+        ]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state = zero["optimizer_state_dict"]["state"]
+            state.setdefault(1, {})[name] = state[0][name]
+        with pytest.raises(ReshardError, match=f"rank_{rank}_mp_rank_00_optim.*group 1 has other tensors"):
+            reshard.open(write(tmp_path / f"groups{rank}", damaged))
+        for key, value in (("fp32_flat_groups", torch.zeros(3).half()), ("fp32_flat_groups", torch.zeros(9))):
+            damaged = copy.deepcopy(files)
+            _zero(damaged, rank)[key][0] = value
+            with pytest.raises(ReshardError, match=f"rank_{rank}_mp_rank_00_optim.*(F16, others are F32|9 elements)"):
+                reshard.open(write(tmp_path / f"{key}{rank}{value.dtype}", damaged))
+
+
+def test_sub_groups_that_ranks_divide_differently_are_refused(tmp_path: Path) -> None:
+    arrays = make(np.random.default_rng(0), {"w": (64,), "v": (10,)})
+    files, others = (files_of(arrays, [["w", "v"]], 3, 2, sub_group=n) for n in (20, 21))
+    files[optimizer_file(1)] = others[optimizer_file(1)]
+    with pytest.raises(ReshardError, match=r"rank_1.*\[21, 16\] elements of `fp32`, those of .*rank_0.* \[20, 17\]"):
+        reshard.open(write(tmp_path / "save", files))
 
 
 def test_a_parameter_is_few_boxes_of_each_rank(tmp_path: Path) -> None:

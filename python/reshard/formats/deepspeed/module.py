@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import as_shape, damaged
 from reshard.values.indexing import row_major
 from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.formats.deepspeed.states import StateFile
 
@@ -53,17 +52,6 @@ class Tensors:
         dtype, shape = tensor
         tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
         self.index.add_tiles(key, dtype, shape, [_core.StoredArray(self.number(file), path, shape, [tile])])
-
-    def add_pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[_core.StoredRange]) -> None:
-        """Add a tensor that consists of ranges of flat tensors.
-
-        Args:
-            key: its name in the checkpoint.
-            dtype: its dtype.
-            shape: its shape.
-            pieces: the ranges.
-        """
-        self.index.add_ranges(key, dtype, shape, list(pieces))
 
 
 @dataclass(frozen=True)
@@ -135,45 +123,30 @@ class Module:
                 "%s: %s are left out: the files hold only placeholders of them", first.file.parent, listed(unknown)
             )
         if is_partitioned:
-            for name, shape in frozen.items():
-                if name not in whole:
-                    dtype, pieces = fragments(files, f"{_FRAGMENTS}{name}", shape, tensors)
-                    tensors.add_pieces(name, dtype, shape, pieces)
-                    whole.append(name)
+            divided = {name: shape for name, shape in frozen.items() if name not in set(whole)}
+            if divided:
+                _add_fragments(files, divided, tensors)
+            whole += divided
         return cls(groups, frozen, tied, whole)
 
 
-def fragments(
-    files: Sequence[StateFile], path: str, shape: tuple[int, ...], tensors: Tensors
-) -> tuple[str, list[_core.StoredRange]]:
-    """The dtype of a tensor of which each rank holds an equal range, and these ranges.
-
-    Args:
-        files: the file of each rank.
-        path: the path of the fragment in each.
-        shape: the shape of the tensor.
-        tensors: holds the numbers of the files.
-
-    Raises:
-        DamagedFileError: a fragment is missing, or has another size or dtype.
-    """
-    numel = math.prod(shape)
-    part = -(-numel // len(files))
-    dtype = files[0].tensors.get(path, ("",))[0]
-    pieces: list[_core.StoredRange] = []
-    for number, file in enumerate(files):
-        if file.tensors.get(path) != (dtype, (part,)):
-            raise damaged(
-                file.file,
-                f"expected {show(path)} with {counted(part, 'element')}, the part of one of "
-                f"{counted(len(files), 'rank')}; found "
-                f"{file.tensors.get(path)}",
-                key=path,
-            )
-        start = min(number * part, numel)
-        line = Line([Segment(tensors.number(file.file), path, part)])
-        pieces += line.pieces(0, min(part, numel - start), start)
-    return dtype, pieces
+def _add_fragments(files: Sequence[StateFile], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
+    """Add tensors of which each rank holds an equal part. Errors as `Module.add`."""
+    numbers = [tensors.number(file.file) for file in files]
+    different = list({id(file.tensors): file for file in reversed(files)}.values())
+    for name, shape in shapes.items():
+        path = f"{_FRAGMENTS}{name}"
+        part = -(-math.prod(shape) // len(files))
+        dtype = files[0].tensors.get(path, ("",))[0]
+        for file in reversed(different):
+            if file.tensors.get(path) != (dtype, (part,)):
+                raise damaged(
+                    file.file,
+                    f"expected {show(path)} with {counted(part, 'element')}, the part of one of "
+                    f"{counted(len(files), 'rank')}; found {file.tensors.get(path)}",
+                    key=path,
+                )
+        tensors.index.add_flat(name, dtype, shape, _core.FlatLines.divided(numbers, [(path, part)]), 0)
 
 
 def _items(value: object, file: StateFile) -> Iterator[tuple[str, object]]:

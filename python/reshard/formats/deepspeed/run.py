@@ -47,24 +47,19 @@ def index_of(data: DeepSpeedData) -> tuple[_core.Index, run_state.Values]:
     """
     _check_groups(data)
     index = _core.Index()
-    first = index.add_files_of(data.index)
-
-    def add(name: str, key: str) -> None:
-        stored = [_core.StoredArray(one.file + first, one.name, one.shape, one.tiles) for one in data.index.stored(key)]
-        index.add_tiles(name, *data.index.info(key), stored)
-
+    index.add_files_of(data.index)
     weights = data.weights("F32")
     keys = [data.index.key(n) for n in range(len(data.index))]
     if weights is None:
         weights = {key: key for key in keys if data.part(key) == "model"}
     for name, key in weights.items():
-        add(name, key)
+        index.add_same(name, data.index, key)
     for key in keys:
         of_slot = data.slot_of(key)
         if key in data.others and key.startswith(f"{_OPTIMIZER}."):
-            add(key, key)  # of an optimizer of torch
+            index.add_same(key, data.index, key)  # of an optimizer of torch
         elif of_slot is not None and of_slot[0] != WEIGHT:
-            add(f"{_STATE}.{of_slot[1]}.{of_slot[0]}", key)
+            index.add_same(f"{_STATE}.{of_slot[1]}.{of_slot[0]}", data.index, key)
     return index, _values(data, index)
 
 

@@ -6,7 +6,7 @@ run or of another partition is refused with its name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
@@ -84,10 +84,18 @@ def read_files(folder: Location, names: Mapping[int, str]) -> list[StateFile]:
         DamagedFileError: a file is damaged, or is not one of DeepSpeed.
         StorageError: the system failed to read one.
     """
+    ranks = {rank: folder / names[rank] for rank in sorted(names)}
+    contents = _core.read_torch_contents([str(file) for file in ranks.values()], follow_links=False)
     files: list[StateFile] = []
-    for rank, name in sorted(names.items()):
-        file = read_file(folder / name, rank)
-        files.append(_sharing(files[0], file) if files else file)
+    known: dict[int, StateFile] = {}
+    for (rank, file), content in zip(ranks.items(), contents, strict=True):
+        equal = known.get(id(content))
+        if equal is None:
+            made = _state_file(file, rank, content)
+            files.append(_sharing(files[0], made) if files else made)
+            known[id(content)] = files[-1]
+        else:
+            files.append(replace(equal, file=file, rank=rank))
     return files
 
 
@@ -104,7 +112,14 @@ def _sharing(first: StateFile, other: StateFile) -> StateFile:
 
 def read_file(file: Location, rank: int, *, is_dict: bool = True) -> StateFile:
     """The file of a rank; without `is_dict` it may hold one tensor alone. Errors as `read_files`."""
-    tensors, content = _core.read_torch_content(str(file), follow_links=False)
+    [read] = _core.read_torch_contents([str(file)], follow_links=False)
+    return _state_file(file, rank, read, is_dict=is_dict)
+
+
+def _state_file(
+    file: Location, rank: int, read: tuple[list[_core.TorchTensor], object], *, is_dict: bool = True
+) -> StateFile:
+    tensors, content = read
     if not isinstance(content, dict):
         if is_dict:
             raise damaged(file, "it holds no dict")

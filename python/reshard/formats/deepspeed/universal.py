@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import names
-from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import damaged
 from reshard.formats.deepspeed.zero import WEIGHT
 from reshard.values.words import show
@@ -90,7 +89,7 @@ def _add(key: str, file: Location, shape: tuple[int, ...] | None, tensors: Tenso
     if shape is None or found == shape:
         tensors.add_whole(key, file, path, (dtype, found))
     elif found == (math.prod(shape),):
-        line = Line([Segment(tensors.number(file), path, found[0])])
-        tensors.add_pieces(key, dtype, shape, line.pieces(0, found[0]))
+        lines = _core.FlatLines.joined([(tensors.number(file), path, found[0])])
+        tensors.index.add_flat(key, dtype, shape, lines, 0)
     else:
         raise damaged(file, f"it has the shape {found}, recorded is {shape}", "it is of another model", key)

@@ -12,11 +12,11 @@ Source: `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and `runtime/ze
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import PARTITIONED_STAGE, damaged, read_scalars, stage_of, zero_state
 from reshard.formats.outputs import load_all
 from reshard.values.words import counted, show
@@ -67,8 +67,11 @@ def paths_of(files: Sequence[StateFile], *, is_partitioned: bool) -> list[dict[i
         DamagedFileError: the files of ranks differ in what they hold.
         UnsupportedError: state that does not belong to elements of parameters.
     """
-    paths = [_paths(file, is_partitioned=is_partitioned) for file in files]
-    for file, found in zip(files, paths, strict=True):
+    first = _paths(files[0], is_partitioned=is_partitioned)
+    paths = []
+    for file in files:
+        found = first if file.tensors is files[0].tensors else _paths(file, is_partitioned=is_partitioned)
+        paths.append(found)
         for group in sorted(set(paths[0]) | set(found)):
             differs = set(paths[0].get(group, ())) ^ set(found.get(group, ()))
             if differs:
@@ -130,16 +133,29 @@ def _paths(file: StateFile, *, is_partitioned: bool) -> dict[int, dict[str, str]
     return found
 
 
-def _line(parts: Sequence[tuple[StateFile, str]], tensors: Tensors) -> tuple[str, Line]:
-    """The dtype of some flat tensors, and these one after the other."""
+class _Line(NamedTuple):
+    """Flat tensors of ranks one after the other.
+
+    Attributes:
+        dtype: that of all.
+        sizes: the elements of each.
+        lines: they.
+    """
+
+    dtype: str
+    sizes: list[int]
+    lines: _core.FlatLines
+
+
+def _line(parts: Sequence[tuple[StateFile, str]], tensors: Tensors) -> _Line:
     dtype = parts[0][0].tensors[parts[0][1]][0]
-    segments = []
+    arrays = []
     for file, path in parts:
         found, (n,) = file.tensors[path]
         if found != dtype:
             raise damaged(file.file, f"{show(path)} is {found}, others are {dtype}", key=path)
-        segments.append(Segment(tensors.number(file.file), path, n))
-    return dtype, Line(segments)
+        arrays.append((tensors.number(file.file), path, n))
+    return _Line(dtype, [n for *_, n in arrays], _core.FlatLines.joined(arrays))
 
 
 def _add_flat(
@@ -186,25 +202,26 @@ def add_group(
     for shape, padding in zip(shapes.values(), paddings, strict=True):
         starts.append(offset)
         offset += math.prod(shape) + padding
-    for slot, (dtype, line) in lines.items():
+    for slot, line in lines.items():
+        n = line.lines.n
         # As DeepSpeed: the end of a group is padded to a multiple of this, and the padding may be removed.
         align = 2 * len(files)
-        if -(-line.n // align) != -(-offset // align):
+        if -(-n // align) != -(-offset // align):
             raise damaged(
                 files[0].file.parent,
-                f"{show(slot)} of group {group} has {counted(line.n, 'element')} on all ranks, its "
+                f"{show(slot)} of group {group} has {counted(n, 'element')} on all ranks, its "
                 f"{len(shapes)} parameters "
                 f"have {offset}",
                 "a file is of another save, or of another model",
             )
-        _check_starts(files, lines[WEIGHT][1], line, group, slot)
+        _check_starts(files, lines[WEIGHT].sizes, line.sizes, group, slot)
         for (name, shape), start in zip(shapes.items(), starts, strict=True):
             end = start + math.prod(shape)
             key = name if renamed is None else renamed[name]
-            if end > line.n:
+            if end > n:
                 raise damaged(files[0].file.parent, f"{show(slot)} ends before the end of {show(key)}", key=key)
-            tensors.add_pieces(f"{key}.{slot}", dtype, shape, line.pieces(start, end))
-    _check_slices(files, group, lines[WEIGHT][1], dict(zip(shapes, starts, strict=True)), shapes)
+            tensors.index.add_flat(f"{key}.{slot}", line.dtype, shape, line.lines, start)
+    _check_slices(files, group, lines[WEIGHT].sizes, dict(zip(shapes, starts, strict=True)), shapes)
 
 
 def _paddings(file: StateFile, group: int, n: int) -> list[int]:
@@ -220,23 +237,24 @@ def _paddings(file: StateFile, group: int, n: int) -> list[int]:
     return paddings
 
 
-def _check_starts(files: Sequence[StateFile], weights: Line, line: Line, group: int, slot: str) -> None:
+def _check_starts(
+    files: Sequence[StateFile], weights: Sequence[int], others: Sequence[int], group: int, slot: str
+) -> None:
     """The ranks hold the same ranges of the state and of the weights, except for padding at the end."""
     is_end = False
-    for file, weight, other in zip(files, weights.segments, line.segments, strict=True):
-        if weight.n > other.n or (is_end and weight.n):
+    for file, weight, other in zip(files, weights, others, strict=True):
+        if weight > other or (is_end and weight):
             raise damaged(
                 file.file,
-                f"group {group} has {counted(weight.n, 'element')} of {WEIGHT} and {other.n} of {slot}: they do "
-                "not match",
+                f"group {group} has {counted(weight, 'element')} of {WEIGHT} and {other} of {slot}: they do not match",
             )
-        is_end = is_end or weight.n < other.n
+        is_end = is_end or weight < other
 
 
 def _check_slices(
     files: Sequence[StateFile],
     group: int,
-    line: Line,
+    sizes: Sequence[int],
     starts: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
@@ -249,7 +267,7 @@ def _check_slices(
     if isinstance(zero, dict) and zero.get("round_robin_gradients"):
         return
     rank_start = 0
-    for file, segment in zip(files, line.segments, strict=True):
+    for file, n in zip(files, sizes, strict=True):
         recorded = zero_state(file).get("param_slice_mappings")
         mapping = recorded[group] if isinstance(recorded, list) and group < len(recorded) else None
         for name, place in mapping.items() if isinstance(mapping, dict) else ():
@@ -257,7 +275,7 @@ def _check_slices(
             if not isinstance(state, dict) or name not in starts:
                 raise damaged(file.file, f"it holds a part of {show(str(name))}, which is not in group {group}")
             start = max(starts[name], rank_start)
-            end = min(starts[name] + math.prod(shapes[name]), rank_start + segment.n)
+            end = min(starts[name] + math.prod(shapes[name]), rank_start + n)
             expected = {"start": start - rank_start, "numel": end - start}
             if {key: state.get(key) for key in expected} != expected:
                 raise damaged(
@@ -267,14 +285,15 @@ def _check_slices(
                     "a file is of another save, or of another model",
                     key=name,
                 )
-        rank_start += segment.n
+        rank_start += n
 
 
 def _add_partitioned(
     files: Sequence[StateFile], paths: Sequence[Mapping[int, Mapping[str, str]]], module: Module, tensors: Tensors
 ) -> frozenset[str]:
     shapes = {name: shape for group in module.groups for name, shape in group.items()}
-    parts = {name: -(-math.prod(shape) // len(files)) for name, shape in shapes.items()}
+    *starts, n = accumulate((-(-math.prod(shape) // len(files)) for shape in shapes.values()), initial=0)
+    numbers = [tensors.number(file.file) for file in files]
     slots: dict[str, list[int]] = {}
     for group, slots_of_group in sorted(paths[0].items()):
         for slot in slots_of_group:
@@ -282,33 +301,42 @@ def _add_partitioned(
     for slot, groups in slots.items():
         if len(groups) != len(paths[0]):
             raise damaged(files[0].file, f"only the sub-groups {groups} of {len(paths[0])} have {show(slot)}")
-        lines = []
-        dtypes = set()
+        parts = [paths[0][group][slot] for group in groups]
+        dtype = files[0].tensors[parts[0]][0]
+        sizes: list[int] = []
         for file, found in zip(files, paths, strict=True):
-            dtype, line = _line([(file, found[group][slot]) for group in groups], tensors)
-            dtypes.add(dtype)
-            if line.n != sum(parts.values()):
+            if sizes and file.tensors is files[0].tensors:
+                continue
+            own = _sizes(file, [found[group][slot] for group in groups], dtype)
+            if sum(own) != n:
                 raise damaged(
                     file.file,
-                    f"it has {counted(line.n, 'element')} of {show(slot)}; the part of one of "
-                    f"{counted(len(files), 'rank')} of the "
-                    f"{len(shapes)} parameters has {sum(parts.values())}",
+                    f"it has {counted(sum(own), 'element')} of {show(slot)}; the part of one of "
+                    f"{counted(len(files), 'rank')} of the {len(shapes)} parameters has {n}",
                     "it is of another save, or of another model",
                 )
-            lines.append(line)
-        if len(dtypes) > 1:
-            raise damaged(files[0].file.parent, f"the ranks have {show(slot)} in the dtypes {sorted(dtypes)}")
-        dtype = dtypes.pop()
-        offset = 0
-        for name, shape in shapes.items():
-            numel, part = math.prod(shape), parts[name]
-            pieces: list[_core.StoredRange] = []
-            for rank, line in enumerate(lines):
-                start = min(rank * part, numel)
-                pieces += line.pieces(offset, offset + min(part, numel - start), start)
-            tensors.add_pieces(f"{name}.{slot}", dtype, shape, pieces)
-            offset += part
+            sizes = sizes or own
+            if own != sizes:
+                raise damaged(
+                    file.file,
+                    f"its sub-groups have {own} elements of {show(slot)}, those of {show(files[0].file.name)} {sizes}",
+                    "one of the files is of another save: use another checkpoint",
+                )
+        lines = _core.FlatLines.divided(numbers, list(zip(parts, sizes, strict=True)))
+        for (name, shape), start in zip(shapes.items(), starts, strict=True):
+            tensors.index.add_flat(f"{name}.{slot}", dtype, shape, lines, start)
     return frozenset(slots)
+
+
+def _sizes(file: StateFile, paths: Sequence[str], dtype: str) -> list[int]:
+    """The elements of flat tensors of a file, which must have this dtype."""
+    sizes = []
+    for path in paths:
+        found, (n,) = file.tensors[path]
+        if found != dtype:
+            raise damaged(file.file, f"{show(path)} is {found}, others are {dtype}", key=path)
+        sizes.append(n)
+    return sizes
 
 
 def check_same_weights(file: StateFile, name: str, part: tuple[int, ...], tensors: Tensors, message: str) -> None:

@@ -43,8 +43,14 @@ impl<'a> Tables<'a> {
         let Found::Listed(stored) = found else {
             return None;
         };
-        let Form::Grid(grid) = &stored.form else {
-            return None;
+        let grid = match &stored.form {
+            Form::Grid(grid) => grid,
+            Form::Tiles(_) => return None,
+            Form::Flat(flat) => {
+                // Which elements each rank holds follows from the shape.
+                let files = flat.lines().files_of_ranks().filter(|_| flat.is_uncut())?;
+                return Some((stored.shape.clone(), Vec::new(), [self.number(files), 0, 4]));
+            }
         };
         let tables = match &grid.holders {
             Holders::File(file) => [*file as usize, 0, 0],

@@ -13,7 +13,7 @@ use crate::geometry::layout::Layout;
 use crate::geometry::region::Dims;
 use crate::planning::plan::{Array, CopyOps, Plan, PlanSource};
 use crate::planning::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
-use crate::planning::stored::{Form, Grid, SelectedCopy, ZEROS, named, select_whole};
+use crate::planning::stored::{Form, Grid, SelectedCopy, ZEROS, named, select_flat, select_whole};
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -514,6 +514,9 @@ impl Index {
                     }
                     Form::Tiles(tiles) => {
                         tiles.select(stored, tile, chosen_bytes, &mut selected)?;
+                    }
+                    Form::Flat(flat) => {
+                        select_flat(flat, &stored.shape, tile, chosen_bytes, &mut selected);
                     }
                 },
             }

@@ -7,11 +7,13 @@ use crate::files::local_array::{LocalArray, Part};
 use crate::files::shard_file::Table;
 use crate::geometry::dtype::{Dtype, n_elements};
 use crate::geometry::layout::{Cuts, Layout};
-use crate::geometry::region::{Dims, Region, flat_range_boxes, row_major_strides};
+use crate::geometry::region::{Dims, Region};
 use crate::geometry::tile::Tile;
 use crate::planning::factors::Factors;
+use crate::planning::flat::{Flat, Lines, Piece};
 use crate::planning::stored::{
-    Form, Grid, Holders, Stored, StoredTensor, Tiles, ZEROS, in_order, named, no_holder,
+    Form, Grid, Holders, Stored, StoredTensor, Tiles, ZEROS, arrays_of_flat, in_order, named,
+    no_holder,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -25,57 +27,6 @@ pub(super) struct WholeFile {
     pub(super) table: Arc<Table>,
     /// Number of entries of `tensors` that come before these.
     pub(super) n_before: usize,
-}
-
-/// A range of the elements of a tensor, in row-major order, and the flat array in which it lies.
-#[derive(Debug, Clone)]
-pub struct StoredRange {
-    /// The first element of the tensor.
-    pub start: u64,
-    /// One past the last.
-    pub end: u64,
-    /// Number of the file.
-    pub file: u32,
-    /// Stored name of the array.
-    pub name: String,
-    /// Elements of the array.
-    pub n: u64,
-    /// Element of the array at which the range begins.
-    pub at: u64,
-}
-
-/// The arrays of ranges, each with its boxes of the tensor.
-fn tiles_of_ranges(
-    shape: &[u64],
-    ranges: Vec<StoredRange>,
-) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
-    let n =
-        n_elements(shape).ok_or_else(|| Error::new(Kind::Argument, "the shape is too large"))?;
-    let strides = row_major_strides(shape);
-    let of_range = |range: StoredRange| {
-        let (start, end, at) = (range.start, range.end, range.at);
-        if start > end || end > n || at.checked_add(end - start).is_none() {
-            let message = format!("elements {start} to {end} of {n}");
-            return Err(Error::new(Kind::Argument, message));
-        }
-        let tile = |global: Region| {
-            let first = global.offset().iter().zip(&strides);
-            let first: u64 = first.map(|(offset, stride)| offset * stride).sum();
-            Tile {
-                global,
-                local_offset: at + (first - start),
-                local_strides: strides.clone(),
-            }
-        };
-        let boxes = flat_range_boxes(shape, start, end).into_iter();
-        let array = StoredTensor {
-            file: range.file,
-            name: range.name,
-            shape: vec![range.n],
-        };
-        Ok((array, boxes.map(tile).collect()))
-    };
-    ranges.into_iter().map(of_range).collect()
 }
 
 /// A tensor of the index.
@@ -105,7 +56,7 @@ impl<'a> Found<'a> {
         match self {
             Self::Listed(stored) => match &stored.form {
                 Form::Grid(grid) => grid.only_file(&stored.shape),
-                Form::Tiles(_) => None,
+                Form::Tiles(_) | Form::Flat(_) => None,
             },
             Self::InWholeFile(file, _) => Some(*file),
         }
@@ -336,16 +287,41 @@ impl Index {
         self.insert(key, Some(dtype), shape, Form::Tiles(Box::new(tiles)))
     }
 
-    /// Adds a tensor that consists of ranges of flat arrays.
-    pub fn add_ranges(
+    /// Adds a tensor that lies in flat arrays, from an element of their lines on.
+    pub fn add_flat(
         &mut self,
         key: &str,
         dtype: Dtype,
         shape: Vec<u64>,
-        ranges: Vec<StoredRange>,
+        lines: &Arc<Lines>,
+        start: u64,
     ) -> Result<()> {
-        let stored = tiles_of_ranges(&shape, ranges).map_err(|error| error.key(key))?;
-        self.add_tiles(key, dtype, shape, BTreeMap::new(), stored, false)
+        let n_files = self.files.len() as u64;
+        if let Some(file) = lines.last_file().filter(|&file| u64::from(file) >= n_files) {
+            let message = format!("there is no file {file}");
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        let flat = Flat::new(Arc::clone(lines), start, &shape)
+            .map_err(|error| error.key(key).within(named(key)))?;
+        self.insert(key, Some(dtype), shape, Form::Flat(flat))
+    }
+
+    /// Adds a tensor of an index whose files are the first ones of this index, in the same order.
+    pub fn add_same(&mut self, key: &str, other: &Self, name: &str) -> Result<()> {
+        if other.files.len() > self.files.len() {
+            return Err(Error::new(Kind::Argument, "the index has other files").key(key));
+        }
+        let (dtype, shape) = other.info(name)?;
+        if let Found::Listed(Stored {
+            form: Form::Flat(flat),
+            ..
+        }) = other.found(name)?
+        {
+            return self.insert(key, Some(dtype), shape, Form::Flat(flat.clone()));
+        }
+        // It was checked for overlaps before.
+        let stored = other.stored_arrays(name)?;
+        self.add_tiles(key, dtype, shape, BTreeMap::new(), stored, true)
     }
 
     /// Reserves memory for tensors that are added one by one.
@@ -496,6 +472,7 @@ impl Index {
                 .map(|position| files[position as usize])
                 .collect(),
             Form::Tiles(tiles) => tiles.tensors.iter().map(|tensor| tensor.file).collect(),
+            Form::Flat(flat) => flat.pieces().map(|piece| piece.file).collect(),
         };
         files.retain(|&file| file != ZEROS);
         files.sort_unstable();
@@ -551,6 +528,15 @@ impl Index {
                 .map(|(cell, region)| Ok((region, grid.files(cell as u64, u64::MAX))))
                 .collect(),
             Form::Tiles(tiles) => Ok(tiles.shards()),
+            Form::Flat(flat) => {
+                let region = |piece: Piece<'_>| {
+                    let tiles = piece.tiles(&stored.shape);
+                    tiles
+                        .map(|tile| (tile.global, vec![piece.file]))
+                        .collect::<Vec<_>>()
+                };
+                Ok(flat.pieces().flat_map(region).collect())
+            }
         }
     }
 
@@ -566,6 +552,7 @@ impl Index {
         match &stored.form {
             Form::Grid(grid) => Ok(grid.stored_arrays(&stored.key)),
             Form::Tiles(tiles) => tiles.stored_arrays(&stored.key),
+            Form::Flat(flat) => Ok(arrays_of_flat(flat, &stored.shape)),
         }
     }
 }
@@ -580,65 +567,4 @@ fn check_size(key: &str, shape: &[u64]) -> Result<()> {
 
 fn stored_twice(key: &str) -> Error {
     Error::damaged(format!("{} is stored twice", named(key))).key(key)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn range(start: u64, end: u64, at: u64) -> StoredRange {
-        StoredRange {
-            start,
-            end,
-            file: 0,
-            name: "flat".to_owned(),
-            n: 100,
-            at,
-        }
-    }
-
-    /// Element `e` of a range that begins at `start` lies at `at + e - start`, whatever the boxes are.
-    #[test]
-    fn the_tiles_of_ranges_hold_each_element_where_it_is_stored() {
-        let shape = [3, 4, 5];
-        let ranges = [(0, 7, 40), (7, 31, 3), (31, 60, 60)];
-        let stored = ranges.map(|(start, end, at)| range(start, end, at));
-        let found = tiles_of_ranges(&shape, stored.to_vec()).unwrap();
-        let mut places = vec![None; 60];
-        for (array, tiles) in found {
-            assert_eq!(
-                (array.name.as_str(), &array.shape[..]),
-                ("flat", &[100][..])
-            );
-            for tile in tiles {
-                let (offset, extent) = (tile.global.offset(), tile.global.shape());
-                for i in 0..extent[0] {
-                    for j in 0..extent[1] {
-                        for k in 0..extent[2] {
-                            let element =
-                                (offset[0] + i) * 20 + (offset[1] + j) * 5 + offset[2] + k;
-                            let inside = [i, j, k].into_iter().zip(&tile.local_strides);
-                            let inside: u64 = inside.map(|(n, stride)| n * stride).sum();
-                            let place =
-                                places[element as usize].replace(tile.local_offset + inside);
-                            assert_eq!(place, None, "element {element} is in two tiles");
-                        }
-                    }
-                }
-            }
-        }
-        for (start, end, at) in ranges {
-            for element in start..end {
-                assert_eq!(places[element as usize], Some(at + element - start));
-            }
-        }
-    }
-
-    #[test]
-    fn a_range_that_the_tensor_does_not_have_is_refused() {
-        for wrong in [range(3, 2, 0), range(0, 61, 0), range(1, 3, u64::MAX)] {
-            let error = tiles_of_ranges(&[3, 4, 5], vec![wrong]).unwrap_err();
-            assert_eq!(error.kind(), Kind::Argument);
-        }
-    }
 }

@@ -10,6 +10,8 @@ use crate::geometry::region::Dims;
 use crate::planning::stored::{Form, Holders, Stored, ZEROS, named};
 use rayon::prelude::*;
 use std::borrow::Cow;
+use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A tensor that a file must hold: its entry in the index, and its name and shape there.
@@ -23,6 +25,7 @@ impl Index {
             .try_for_each(|stored| match &stored.form {
                 Form::Grid(grid) => grid.check_coverage(stored),
                 Form::Tiles(tiles) => tiles.check_coverage(stored),
+                Form::Flat(_) => Ok(()), // by construction
             })
     }
 
@@ -40,6 +43,7 @@ impl Index {
         }
         let mut expected: Vec<Vec<Expected<'_>>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
+        let mut of_lines = HashSet::new();
         for stored in &self.tensors {
             if let Some(files) = stored.only_cell() {
                 for &file in files.iter().filter(|&&file| is_checked(file)) {
@@ -72,6 +76,17 @@ impl Index {
                         let shape = Cow::Borrowed(&*tensor.shape);
                         let name = Cow::Borrowed(&*tensor.name);
                         expected[tensor.file as usize].push((stored, name, shape));
+                    }
+                }
+                Form::Flat(flat) => {
+                    // Of the tensors in the same arrays the first one is enough.
+                    if !of_lines.insert((Arc::as_ptr(flat.lines()), stored.dtype.get())) {
+                        continue;
+                    }
+                    let arrays = flat.lines().arrays();
+                    for (file, name, shape) in arrays.filter(|(file, ..)| is_checked(*file)) {
+                        let found = (stored, Cow::Borrowed(name), Cow::Borrowed(shape));
+                        expected[file as usize].push(found);
                     }
                 }
             }
@@ -191,6 +206,7 @@ impl Index {
                         add(tensor.file, &tensor.shape);
                     }
                 }
+                Form::Flat(_) => return vec![None; self.files.len()],
             }
         }
         described
