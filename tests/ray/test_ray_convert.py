@@ -64,6 +64,16 @@ def wait_for_worker(cluster: RayCluster, node: subprocess.Popen[bytes] | None = 
     return found[0]
 
 
+def pause_worker(cluster: RayCluster) -> None:
+    """Stop a worker while it does a share."""
+    while True:
+        pid = wait_for_worker(cluster)
+        os.kill(pid, signal.SIGSTOP)
+        if pid in cluster.workers():
+            return
+        os.kill(pid, signal.SIGCONT)
+
+
 LAYOUT: dict[str, Any] = {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": [None, "tp"]}, {"match": "*"}]}
 
 
@@ -237,7 +247,7 @@ def test_a_head_that_dies_is_an_error_and_leaves_nothing(source: Path, tmp_path:
             [sys.executable, "-m", "reshard", "convert", source, tmp_path / "dst", "--on", own.client],
             stderr=subprocess.PIPE, text=True, env=os.environ | {"RAY_CLIENT_RECONNECT_GRACE_PERIOD": "1"},
         )  # fmt: skip
-        wait_for_worker(own)
+        pause_worker(own)  # else it may end before the head does
         own.stop(own.nodes[0])
         _, errors = conversion.communicate(timeout=240)
     assert conversion.returncode == 1, errors
