@@ -181,6 +181,7 @@ class Checkpoint:
         self.strings = data.strings
         self.aliases = data.aliases
         self._index = data.index
+        self._file_name = functools.cache(data.file_name)  # thousands of tensors lie in each file
         own_keys = data.keys()
         self._keys: Sequence[str] = _Keys(data.index) if own_keys is None else own_keys
         self._unplaced = data.unplaced()
@@ -306,7 +307,7 @@ class Checkpoint:
         self._check_placed(key)
         dtype, shape = self._info(key)
         shards = tuple(
-            StoredShard(region.offset, region.shape, tuple(map(self.data.file_name, region.files)))
+            StoredShard(region.offset, region.shape, tuple(map(self._file_name, region.files)))
             for region in self._index.shards(key)
         )
         return TensorInfo(dtype, shape, dtypes.n_bytes(dtype, shape), shards, self.data.part(key))
@@ -320,9 +321,7 @@ class Checkpoint:
             >>> [file.name for file in reshard.open("files.safetensors").files()]
             ['files.safetensors']
         """
-        return [
-            FileInfo(self.data.file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)
-        ]
+        return [FileInfo(self._file_name(file), self._index.file_bytes(file)) for file in range(self._index.n_files)]
 
     def tiled_keys(self) -> list[str]:
         """The tensors that tiles.json describes, since metadata.json cannot. Only this package can read them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -11,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reshard
 from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
+from reshard.formats.base import CheckpointData
 from reshard.layout import ModelLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 Stored = tuple[tuple[int, ...], "list[int] | None", list[Any], list[str], list[int]]
 """Shape, device matrix (None: a null layout), tensor map as metadata.json has it, aliases, ranks."""
@@ -33,8 +35,8 @@ class Fake:
     def keys(self, part: Literal["all", "optimizer"] = "all", /) -> list[str]:
         return [key for key in self.tensors if part == "all" or key in self.optimizer]
 
-    def __getitem__(self, key: str, /) -> Any:
-        return SimpleNamespace(shape=self.tensors[key][0])
+    def _info(self, key: str) -> tuple[str, tuple[int, ...]]:
+        return "F32", self.tensors[key][0]
 
     def _device_layouts(self) -> dict[str, Any]:
         return {
@@ -352,3 +354,24 @@ def checkpoints(draw: st.DrawFn) -> Fake:
 @given(checkpoints())
 def test_whatever_is_stored_is_described(checkpoint: Fake) -> None:
     check(checkpoint)
+
+
+def test_the_shards_of_each_tensor_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of many ranks has thousands, each with the names of its files."""
+    source, rules = tmp_path / "src.safetensors", [{"match": "*", "cut": ["tp"]}]
+    reshard.save_file({f"w{i}": np.zeros(8, np.float32) for i in range(20)}, source)
+    reshard.convert(source, tmp_path / "tree", layout={"mesh": {"tp": 4}, "rules": rules})
+    asked: list[int] = []
+    file_name = CheckpointData.file_name
+
+    def counted(data: CheckpointData, file: int) -> str:
+        asked.append(file)
+        return file_name(data, file)
+
+    monkeypatch.setattr(CheckpointData, "file_name", counted)
+    with reshard.open(tmp_path / "tree") as checkpoint:
+        assert ModelLayout.like(checkpoint).mesh == {"tp": 4}
+        assert asked == []
+        for key in checkpoint.keys():  # noqa: SIM118  not a mapping
+            assert len(checkpoint[key].shards) == 4
+        assert len(asked) == 4

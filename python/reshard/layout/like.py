@@ -33,21 +33,17 @@ _ALL = -1
 """The stage of a tensor that all stages hold."""
 
 
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 class CheckpointLike(Protocol):
     """The part of a checkpoint that `like` uses."""
 
     def keys(self, part: Literal["all", "optimizer"] = "all", /) -> Iterable[str]:
         """The keys, all of them or those of the optimizer part."""
 
-    def __getitem__(self, key: str, /) -> _Shaped: ...
-
     def _device_layouts(self) -> Mapping[str, DeviceLayout | None]:
         """The device layout of each key that has one."""
+
+    def _info(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype and the shape of a tensor, without its shards."""
 
     def _layout_mapping(self) -> Mapping[str, object] | None:
         """The layout that was stored with the checkpoint, if one was."""
@@ -66,7 +62,7 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
     recorded = {key: layout for key, layout in layouts.items() if layout is not None}
     if not recorded:
         return None
-    tensors = {key: tuple(checkpoint[key].shape) for key in checkpoint.keys()}  # noqa: SIM118  not a mapping
+    tensors = {key: checkpoint._info(key)[1] for key in checkpoint.keys()}  # noqa: SIM118, SLF001  not a mapping
     known = {key: recorded[key] for key in tensors if key in recorded}
     if not known:
         return None
