@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +22,6 @@ from reshard.conversion import shares
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats.torch_file import archive
 from reshard.storage import changes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB, CHUNK = 1 << 20, 1 << 18
 
@@ -91,6 +90,32 @@ def test_a_sum_lies_across_the_end_of_a_chunk_a_piece_and_a_part(tmp_path: Path,
             checksums = b"".join(part.checksums for part in parts)
             assert _core.write_sums(str(path), container, sums, checksums) == whole.checksums
             assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.disk
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what the system reads")
+@pytest.mark.parametrize("first", [0, 16 * MIB])
+def test_a_short_part_reads_nothing_behind_its_end(tmp_path: Path, first: int) -> None:
+    source, path = tmp_path / "in.safetensors", tmp_path / "parts.safetensors"
+    reshard.save_file(arrays([48 * MIB]), source)
+    path.write_bytes(b"")
+    index = _core.Index()
+    index.add_whole_file(index.add_file(str(source)))
+    plan = index.plan(index.whole_request(index.keys()))
+    with source.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = bytes_read()
+    plan.write_part(str(path), first, first + 16 * MIB)
+    assert bytes_read() - before <= 17 * MIB  # 0 where the folder is in memory
+    expected = source.read_bytes()[first + 2 * MIB : first + 15 * MIB]
+    assert expected in path.read_bytes()
+
+
+def bytes_read() -> int:
+    """What the system has read from disks for this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 @pytest.mark.slow(disk=False)

@@ -65,10 +65,33 @@ pub(crate) struct Readahead<'a> {
 impl<'a> Readahead<'a> {
     /// Requests the pages of the first bands. They are copied in their order.
     pub(crate) fn new(plan: &'a Plan<'a>, checks: &'a Checks, bands: Vec<Vec<Piece<'a>>>) -> Self {
+        Self::of(plan, checks, bands, requested_sources(plan))
+    }
+
+    /// As [`Self::new`], also of files that the plan reads completely, but not in these bands.
+    pub(crate) fn of_all(
+        plan: &'a Plan<'a>,
+        checks: &'a Checks,
+        bands: Vec<Vec<Piece<'a>>>,
+    ) -> Self {
+        Self::of(
+            plan,
+            checks,
+            bands,
+            plan.sources.iter().map(is_map).collect(),
+        )
+    }
+
+    fn of(
+        plan: &'a Plan<'a>,
+        checks: &'a Checks,
+        bands: Vec<Vec<Piece<'a>>>,
+        is_requested: Vec<bool>,
+    ) -> Self {
         let readahead = Self {
             plan,
             checks,
-            is_requested: requested_sources(plan),
+            is_requested,
             spreads: bands.iter().map(|_| OnceLock::new()).collect(),
             is_shared: AtomicBool::new(false),
             bands,
@@ -208,6 +231,10 @@ impl<'a> Readahead<'a> {
         }
         ranges.push((start, start + span));
     }
+}
+
+fn is_map(source: &PlanSource<'_>) -> bool {
+    matches!(source, PlanSource::File(_, file) if file.source().is_file_map())
 }
 
 /// For each source of a plan, whether it is a mapped file of which only parts are copied.

@@ -11,6 +11,7 @@ use crate::planning::extents::{Extents, Rules};
 use crate::planning::plan::{Array, Plan};
 use crate::read::copy::fill_bytes;
 use crate::read::fetch::{Faulted, Run};
+use crate::read::readahead::{Piece, Readahead};
 use crate::read::window::{Early, add_wanted, link_of, plan_extents};
 use crc_fast::{CrcAlgorithm, checksum};
 use rayon::prelude::*;
@@ -19,6 +20,8 @@ use std::ops::{Deref, Range};
 
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
+/// Of a range of a file whose pages are requested one by one, which takes longer than to read more.
+const MAX_REQUESTED_BYTES: u64 = 128 << 20;
 
 /// Where the arrays of a plan and all other bytes lie in a file.
 #[derive(Debug, Clone, Default)]
@@ -314,10 +317,29 @@ impl Content<'_> {
 
     /// The requests for remote sources, in the pieces of a range of the file.
     pub(super) fn extents(&self, range: &Range<u64>) -> (Extents, Rules) {
-        let piece_bytes = PIECE_BYTES as u64;
         let rules = Rules::of(link_of(self.plan), range.end - range.start);
-        let n_pieces = (range.end - range.start).div_ceil(piece_bytes);
+        let pieces = self.pieces(range);
         let mut wanted = Vec::new();
+        for (number, arrays) in pieces.iter().enumerate() {
+            add_wanted(self.plan, number, &mut arrays.iter().copied(), &mut wanted);
+        }
+        let extents = plan_extents(self.plan, &self.checks, &wanted, pieces.len(), rules);
+        (extents, rules)
+    }
+
+    /// The requests for the pages of mapped files, in the pieces of a range of the file; `None`: they are left to the
+    /// readahead of the system, which reads up to 12 MB behind the range. To a range that is not short, these are few.
+    pub(super) fn readahead(&self, range: &Range<u64>) -> Option<Readahead<'_>> {
+        let n_bytes = range.end - range.start;
+        (n_bytes < self.n_bytes() && n_bytes <= MAX_REQUESTED_BYTES)
+            .then(|| Readahead::of_all(self.plan, &self.checks, self.pieces(range)))
+    }
+
+    /// What the pieces of a range of the file have of each array.
+    fn pieces(&self, range: &Range<u64>) -> Vec<Vec<Piece<'_>>> {
+        let piece_bytes = PIECE_BYTES as u64;
+        let n_pieces = (range.end - range.start).div_ceil(piece_bytes);
+        let mut pieces: Vec<Vec<Piece<'_>>> = (0..n_pieces).map(|_| Vec::new()).collect();
         for (start, array) in &self.parts.arrays {
             let (start, unit) = (*start, array.unit_bytes());
             let end = (start + array.n_bytes()).min(range.end);
@@ -329,19 +351,15 @@ impl Content<'_> {
             for piece in number(from) / piece_bytes..number(end).div_ceil(piece_bytes) {
                 let at = range.start + piece * piece_bytes;
                 let until = (at + piece_bytes).min(end) - start;
-                let part: &Array = array;
-                let units = (part, (at.max(from) - start) / unit, until.div_ceil(unit));
-                add_wanted(
-                    self.plan,
-                    piece as usize,
-                    &mut std::iter::once(units),
-                    &mut wanted,
+                let units = (
+                    &**array,
+                    (at.max(from) - start) / unit,
+                    until.div_ceil(unit),
                 );
+                pieces[piece as usize].push(units);
             }
         }
-        let n_pieces = n_pieces as usize;
-        let extents = plan_extents(self.plan, &self.checks, &wanted, n_pieces, rules);
-        (extents, rules)
+        pieces
     }
 
     /// Where a part of the file begins that is given by a position in the bytes of its arrays.

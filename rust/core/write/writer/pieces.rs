@@ -10,6 +10,7 @@ use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::{CHUNK_BYTES, crc32c};
 use crate::planning::plan::PlanSource;
+use crate::read::readahead::Readahead;
 use crate::read::window::Early;
 use crate::write::route::{Route, Routes};
 use std::ops::Range;
@@ -40,6 +41,8 @@ pub(super) struct PieceWriter<'a, S> {
     touching: Mutex<()>,
     /// What is fetched early from remote sources.
     window: Option<&'a dyn Early>,
+    /// What is requested early of mapped files.
+    readahead: Option<Readahead<'a>>,
     control: &'a Control,
 }
 
@@ -74,6 +77,10 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                     Some(ArraySums::new(content.plan.arrays().len(), range.start))
                 }
                 _ => None,
+            },
+            readahead: match bytes {
+                Bytes::Planned(content) => content.readahead(&range),
+                Bytes::InMemory(_) => None,
             },
             range,
             fill_permits: Semaphore::new(n_at_once),
@@ -170,6 +177,9 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                 let number = ((at - self.range.start) / PIECE_BYTES as u64) as usize;
                 if let Some(window) = self.window {
                     window.wait_for(number, self.control)?;
+                }
+                if let Some(readahead) = &self.readahead {
+                    readahead.advance(number);
                 }
                 self.fill_piece(content, at, piece)?;
                 if let Some(window) = self.window {
