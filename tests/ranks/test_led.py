@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import select
@@ -26,10 +27,11 @@ from reshard.cli import main
 from reshard.commit import manifest as manifests
 from reshard.commit.scrub import scrub_folder
 from reshard.errors import ArgumentError, GroupError
-from reshard.ranks import torch_group
+from reshard.ranks import led, torch_group
 from reshard.ranks.group import SingleProcess
 from reshard.ranks.led import LedRanks
 from reshard.ranks.torch_group import TorchSession
+from reshard.values.fetched import Fetched, fetched_so_far
 from reshard.verbs import verify as verifications
 
 if TYPE_CHECKING:
@@ -155,6 +157,23 @@ def test_every_rank_compares_its_part_of_the_bytes(run: Path) -> None:
 
 
 @pytest.mark.slow(disk=False)
+def test_rank_0_counts_once_what_each_rank_has_fetched(run: Path) -> None:
+    def work(group: TorchGroup) -> Any:
+        counts, before = itertools.count(), fetched_so_far()
+
+        def fetched() -> Fetched:  # one request more at each call
+            return Fetched(n_requests=next(counts) * 10 ** (2 * group.rank))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(led, "fetched_here", fetched)
+            assert reshard.verify(run, on=LedRanks(group)).ok
+        return (fetched_so_far() - before).n_requests
+
+    with Job(3, work) as job:
+        # A process counts its own requests itself.
+        assert job.values() == [10_100, 0, 0]
+
+
 @pytest.mark.parametrize("dies", [0, 2])
 def test_a_rank_that_is_killed_is_named_on_all_others(run: Path, dies: int) -> None:
     dead, sent = Signal(), Signal()

@@ -103,7 +103,7 @@ def names_below(folder: str) -> list[str]:
 
 
 def test_each_command_reads_as_one_process(cluster: RayCluster, places: tuple[str, str]) -> None:
-    place = places[1]
+    kind, place = places
     commands = [
         ["verify", f"{place}/run"],
         ["verify", f"{place}/run/iteration_00000004"],
@@ -117,7 +117,10 @@ def test_each_command_reads_as_one_process(cluster: RayCluster, places: tuple[st
         for _, report, _ in (alone, on_ray):
             assert report is not None, (words, alone, on_ray)
             report.pop("seconds", None)
-            report.pop("remote", None)  # what this process has fetched
+        fetched = [report.pop("remote", {"fetched_bytes": 0})["fetched_bytes"] for _, report, _ in (alone, on_ray)]
+        # Each share opens the checkpoint, and reads the chunks at its ends.
+        assert fetched[0] <= fetched[1] <= 1.5 * fetched[0] + (8 << 20), words
+        assert (fetched[0] > 8 << 20) == (kind == "bucket"), words
         assert alone[0] == (1 if words[2:] == [f"{place}/other"] else 0), (words, alone)
         assert on_ray[:2] == alone[:2], words
 

@@ -11,6 +11,7 @@ from tests.servers.proxy import before_server
 
 from reshard import _core
 from reshard.storage import remote
+from reshard.values.fetched import fetched_so_far
 
 if TYPE_CHECKING:
     from tests.servers.s3 import S3Server
@@ -34,7 +35,7 @@ def test_a_request_that_hangs_is_sent_again(s3: S3Server, monkeypatch: pytest.Mo
         opened = _core.RemoteObject("s3://reshard/late/object.bin")
         for number in range(10):  # how long requests take is known
             opened.read(number * 300_000, 300_000)
-        before = remote.fetched_so_far()
+        before = fetched_so_far()
         proxy.before = hang
         try:
             found = opened.read(100_000, 1 << 20)
@@ -43,6 +44,6 @@ def test_a_request_that_hangs_is_sent_again(s3: S3Server, monkeypatch: pytest.Mo
         finally:
             ends.set()
     assert found == data[100_000 : 100_000 + (1 << 20)]
-    fetched = remote.fetched_so_far() - before
+    fetched = fetched_so_far() - before
     assert fetched.n_requests == 2
     assert fetched.fetched_bytes >= 1 << 20

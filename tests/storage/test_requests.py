@@ -12,6 +12,7 @@ from tests.servers.proxy import Fault, before_server
 
 import reshard
 from reshard.storage import remote
+from reshard.values.fetched import Fetched, fetched_so_far
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ def url(s3: S3Server, tmp_path: Path) -> str:
     return "s3://reshard/requests/m.safetensors"
 
 
-def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, remote.Fetched]:
+def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, Fetched]:
     """Load both small tensors: requests and bytes of the load, and how it was planned."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     with reshard.open(url) as opened:
@@ -44,7 +45,7 @@ def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> tuple[int, 
         found = opened.load(keys=["a", "c"])
         assert {key: one.nbytes for key, one in found.items()} == {"a": SMALL, "c": SMALL}
         n_bytes = sum(one[3] for one in proxy.log)
-        return len(proxy.log), n_bytes, remote.fetched_so_far()
+        return len(proxy.log), n_bytes, fetched_so_far()
 
 
 @pytest.mark.slow(disk=False)
@@ -97,7 +98,7 @@ def test_a_forked_process_measures_for_itself(url: str, s3: S3Server, monkeypatc
             def gap() -> int:
                 opened.load(keys=["c"])
                 opened.load(keys=["a", "c"])
-                return remote.fetched_so_far().gap_bytes
+                return fetched_so_far().gap_bytes
 
             near = gap()
             proxy.before = lambda *_: time.sleep(0.15)

@@ -38,8 +38,8 @@ from reshard.errors import (
 )
 from reshard.storage.host import disconnect
 from reshard.storage.location import locate
-from reshard.storage.remote import fetched_so_far
 from reshard.values.arguments import parse_size
+from reshard.values.fetched import fetched_so_far
 from reshard.values.words import show
 
 if TYPE_CHECKING:

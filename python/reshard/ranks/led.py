@@ -22,6 +22,7 @@ from reshard.ranks.launcher import known_variables, launched
 from reshard.ranks.messages import decode, encode
 from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.ranks.torch_group import TorchGroup
+from reshard.values.fetched import add_fetched, fetched_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,6 +97,8 @@ class LedRanks:
                 if isinstance(error, FileNotFoundError):
                     error.hint = "all hosts must see the files under the same paths"
                 raise error
+            for one in all_done[1:]:
+                add_fetched(one.fetched)
             for share, one in enumerate(all_done[: n_shares - first], first):
                 results.append(decode(work.result, one.result))
                 done(ShareRun(share, one.host, one.process, one.n_bytes, one.seconds))
@@ -168,13 +171,14 @@ class LedRanks:
             raise
 
     def _do(self, work: Callable[[Any], Work[Any]], order: _Order) -> ShareDone:
-        host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
+        host, process, begun, before = socket.gethostname(), os.getpid(), time.monotonic(), fetched_here()
         share = order.first_share + self.group.rank
         if share >= order.n_shares:
             return ShareDone(host, process)
         try:
             n_bytes, result = work(order.message)(share)
-            return ShareDone(host, process, time.monotonic() - begun, n_bytes, encode(result))
+            seconds, fetched = time.monotonic() - begun, fetched_here() - before
+            return ShareDone(host, process, seconds, n_bytes, encode(result), fetched=fetched)
         except Exception as error:  # noqa: BLE001  rank 0 waits for it
             return ShareDone(host, process, error=ErrorRecord.of(error))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from reshard.ranks.group import ErrorRecord  # noqa: TC001  messages are decoded by their type hints
+from reshard.values.fetched import Fetched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 M = TypeVar("M")
+_NOTHING = Fetched()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,11 @@ class ShareRun:
 
 @dataclass(frozen=True)
 class ShareDone:
-    """What a process sends back of a share; its fields are those of `ShareRun`, with the result or the error."""
+    """What a process sends back of a share; its fields are those of `ShareRun`, with the result or the error.
+
+    Attributes:
+        fetched: what it has fetched from buckets.
+    """
 
     host: str
     process: int
@@ -70,6 +76,7 @@ class ShareDone:
     n_bytes: int = 0
     result: Any = None
     error: ErrorRecord | None = None
+    fetched: Fetched = _NOTHING
 
 
 class Place(Protocol):

@@ -14,6 +14,7 @@ import os
 import platform
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from reshard.ranks.group import ErrorRecord
 from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.storage.changes import enter_folder
 from reshard.storage.remote import check_sent, options_to_send, take_options
+from reshard.values.fetched import add_fetched, fetched_here
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ _SHARE_BYTES = 1 << 30  # the bar moves and work is lost in such steps
 _MIN_SHARE_BYTES = 16 << 20  # a smaller share takes less time than to open the source again
 _MAX_SHARES = 4096
 _SHARES_OF_SLOT = 4  # so that all workers end at about the same time
+_MIN_BEGUN = 256  # shares whose tasks are begun at least, as far as there are; a cluster grows with those that wait
 _TICK_S = 1.0
 _SAID_S = 10.0  # after which a log says that the processors are in use
 _CONNECT_S = 10.0
@@ -102,11 +105,14 @@ class Ray:
                     check_sent(pickled)
                     # The work of all shares, once for all tasks.
                     begin = functools.partial(task.remote, ray.put(pickled), version=_core.__version__)
-                    for share in range(n_shares):
-                        running[begin(share)] = share
-                while running:
+                waiting = deque(range(n_shares))
+                while running or waiting:
                     with self._of_ray():
-                        self._check_hosts(ray)
+                        # A task that waits takes memory of this process.
+                        n_begun = max(_MIN_BEGUN, 2 * self._n_slots(ray))
+                        while waiting and len(running) < n_begun:
+                            share = waiting.popleft()
+                            running[begin(share)] = share
                         ready = ray.wait(list(running), num_returns=1, timeout=_TICK_S)[0]
                     for reference in ready:
                         share = running.pop(reference)
@@ -115,12 +121,12 @@ class Ray:
                             ended[share].append(one)
                             if len(ended[share]) > self.retries:
                                 raise _failed_often(share, n_shares, ended[share])
-                            with self._of_ray():
-                                running[begin(share)] = share
+                            waiting.appendleft(share)
                             continue
                         if one.error is not None:
                             raise _of_host(one.error, one.host)
                         results[share] = one.result
+                        add_fetched(one.fetched)
                         retried = tuple(ended[share])
                         done(ShareRun(share, one.host, one.process, one.n_bytes, one.seconds, retried))
             finally:
@@ -206,14 +212,16 @@ class Ray:
         if host and port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
-    def _check_hosts(self, ray: Any) -> None:
-        """Refuse to wait for ever: Ray waits until a host has the processors."""
-        most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+    def _n_slots(self, ray: Any) -> int:
+        """How many tasks can run at once. Refuses to wait for ever: Ray waits until a host has the processors."""
+        cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+        most = max(cpus, default=0)
         if most < self.cpus:
             raise GroupError(
-                f"no host of the Ray cluster has {self._wanted} for a task; the largest has {most:.0f}",
+                f"no host of the Ray cluster has {self._wanted} for a task; the largest has {most}",
                 hint="ask for fewer processors, or add a larger host to the cluster",
             )
+        return sum(n // self.cpus for n in cpus)
 
     def _wait_for_room(self, ray: Any) -> None:
         """Refuse to wait for ever while other programs use all processors: wait for a task that does nothing."""
@@ -221,7 +229,7 @@ class Ray:
         begun, is_said = time.monotonic(), False
         try:
             while not ray.wait([first], timeout=min(_TICK_S, self.wait))[0]:
-                self._check_hosts(ray)
+                self._n_slots(ray)  # refuses if no host is large enough
                 free, waited = ray.available_resources().get("CPU", 0), time.monotonic() - begun
                 said = f"no host of the Ray cluster at {show(self._where)} has {self._wanted} free"
                 if waited >= self.wait:
@@ -271,7 +279,7 @@ def do_share(work: Work[Any], folder: str, buckets: Mapping[str, BucketOptions],
         buckets: its options.
         share: the number of the share.
     """
-    host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
+    host, process, begun, before = socket.gethostname(), os.getpid(), time.monotonic(), fetched_here()
     try:
         enter_folder(folder)  # relative paths are those of the caller
         take_options(buckets)  # and so are the services
@@ -285,7 +293,7 @@ def do_share(work: Work[Any], folder: str, buckets: Mapping[str, BucketOptions],
         kind = StorageError if isinstance(error, OSError) else GroupError
         translated = kind(_one_line(error), hint="the log of its worker, in the logs of Ray on that host, says where")
         return ShareDone(host, process, time.monotonic() - begun, error=ErrorRecord.of(translated))
-    return ShareDone(host, process, time.monotonic() - begun, n_bytes, result)
+    return ShareDone(host, process, time.monotonic() - begun, n_bytes, result, fetched=fetched_here() - before)
 
 
 def end_tasks(ray: Any, references: list[Any]) -> None:

@@ -43,41 +43,6 @@ def is_available() -> bool:
     return hasattr(_core, "RemoteObject")
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """What was fetched from buckets and behind HTTP.
-
-    Attributes:
-        n_requests: number of requests.
-        fetched_bytes: bytes of their answers.
-        wanted_bytes: bytes of the arrays that were loaded or written from there.
-        gap_bytes: gaps of fewer bytes were read when requests were planned last: that takes less time than another
-            request. 0: none were planned.
-        n_at_once: how many requests were made at once then.
-    """
-
-    n_requests: int = 0
-    fetched_bytes: int = 0
-    wanted_bytes: int = 0
-    gap_bytes: int = 0
-    n_at_once: int = 0
-
-    def __sub__(self, earlier: Fetched) -> Fetched:
-        """What was fetched since `earlier`; gap and number at once are the last ones."""
-        return Fetched(
-            self.n_requests - earlier.n_requests,
-            self.fetched_bytes - earlier.fetched_bytes,
-            self.wanted_bytes - earlier.wanted_bytes,
-            self.gap_bytes,
-            self.n_at_once,
-        )
-
-
-def fetched_so_far() -> Fetched:
-    """What this process has fetched."""
-    return Fetched(*_core.remote_counts()) if is_available() else Fetched()
-
-
 @dataclass(frozen=True, kw_only=True)
 class BucketOptions:
     """How a bucket is reached, see `reshard.locate`; they hold for the whole process. Credentials are none of them.

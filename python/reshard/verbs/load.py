@@ -49,10 +49,10 @@ from reshard.ranks.group import log_of_all, resolve, session
 from reshard.ranks.said_once import held_back, release
 from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.storage.location import Location, locate
-from reshard.storage.remote import fetched_so_far
 from reshard.values.argument_types import GroupLike, Part, Progress, ReadMethod, Seconds
 from reshard.values.arguments import check as check_arguments
 from reshard.values.events import Observers, OnEvent
+from reshard.values.fetched import fetched_so_far
 from reshard.values.words import show
 from reshard.verbs.pending_load import PendingLoad
 
