@@ -3,7 +3,7 @@
 The work is on ONE file with ONE tensor: the largest share cannot be that of the largest file or tensor. The shares are
 done one after the other by one process with one thread, which has done others before, as a worker of Ray has. Before
 each share the files leave the page cache, so that the bytes are those of the disk; seconds are those of the processor,
-the least of some rounds.
+the least of some rounds. Memory is touched and freed before, see `touch`.
 
 64 workers are simulated with these seconds: each takes the next share when it has done one, as `--on ray` gives them
 out. A worker that dies loses what it has done of its share.
@@ -72,6 +72,15 @@ def leave_cache(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def touch(n_bytes: int) -> None:
+    """Touch memory and free it. A virtual machine gives free memory back to its host, and gets it again slowly.
+
+    The page cache needs new memory for a file that is read: one process for all of it, and a share for its part.
+    """
+    memory = np.empty(n_bytes, np.uint8)
+    memory[:: 4 << 10] = 1
+
+
 def written(folder: str, target: str, share: tuple[int, int]) -> int:
     return reshard.convert(Path(folder) / "a.safetensors", target, share=share, threads=1).n_bytes
 
@@ -83,6 +92,7 @@ class Worker:
     folder: Path
     pool: ProcessPoolExecutor
     n: int
+    n_touched: int
     cpus: int = 1
     costs: list[Cost] = field(default_factory=list)
 
@@ -99,6 +109,7 @@ class Worker:
 
     def do(self, work: Callable[..., Any], *arguments: Any) -> Any:
         leave_cache(self.folder)
+        touch(self.n_touched // self.n)
         cost, result = self.pool.submit(measured, work, *arguments).result()
         self.costs.append(cost)
         return result
@@ -170,7 +181,7 @@ def report(work: str, folder: Path, pool: ProcessPoolExecutor, given: argparse.N
     best: dict[int, list[Cost]] = {}
     for _ in range(given.rounds):
         for n in (1, *given.shares):
-            costs = Worker(folder, pool, n).all_of(work)
+            costs = Worker(folder, pool, n, int(2 * given.gib * (1 << 30))).all_of(work)
             known = best.get(n, costs)
             best[n] = [min(pair, key=lambda cost: cost.seconds) for pair in zip(known, costs, strict=True)]
     alone = best[1][0]

@@ -29,6 +29,7 @@ __all__ = [
     "Buffer",
     "Buffers",
     "ChangedFile",
+    "Changes",
     "DcpObject",
     "DeviceLayout",
     "Expression",
@@ -81,6 +82,7 @@ __all__ = [
     "are_plain",
     "array_kinds",
     "begin_upload",
+    "changes",
     "complete_upload",
     "crc32c",
     "decode_strategy",
@@ -1602,6 +1604,48 @@ def differing(dtype: str, a: object, b: object, *, threads: int | None = None) -
     """Return how many elements of two buffers differ in a bit, and the number of the first one. Two NaN are equal.
 
     Elements of less than a byte are compared by their smallest group of complete bytes.
+    """
+
+class Changes(NamedTuple):
+    """How far the values of two arrays are apart.
+
+    Attributes:
+        n_different: values that differ: in a bit if the dtypes are equal, else as numbers.
+        n_nan: values that are NaN on one side only.
+        n_outside: values outside the tolerance; 0 without one.
+        max_abs: the largest absolute difference of two values of which none is NaN.
+        squares_a: the sum of the squares of the finite values of the first array.
+        squares_b: that of the second array.
+        squares_change: the sum of the squares of the differences that are finite.
+    """
+
+    n_different: int
+    n_nan: int
+    n_outside: int
+    max_abs: float
+    squares_a: float
+    squares_b: float
+    squares_change: float
+
+def changes(
+    a: tuple[str, object],
+    b: tuple[str, object],
+    *,
+    tolerance: tuple[float, float] | None = None,
+    threads: int | None = None,
+) -> Changes:
+    """Compare the values of two contiguous buffers of F64, F32, F16 or BF16, in double precision.
+
+    The sums are the same on all processors, and for any number of threads.
+
+    Args:
+        a: the dtype and the buffer of the first array.
+        b: those of the second one, with as many values.
+        tolerance: the absolute and the relative one, as of `reshard.diff`.
+        threads: number of threads.
+
+    Raises:
+        ArgumentError: a dtype is another one, or the numbers of values differ.
     """
 
 def write_sums(

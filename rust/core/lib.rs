@@ -67,6 +67,8 @@ pub mod planning {
 
 /// Verification of bytes that are read, values that are not finite, and arrays that must agree.
 pub mod check {
+    pub mod changes;
+
     pub(crate) mod digest;
 
     pub mod finite;
@@ -96,7 +98,7 @@ pub mod write {
 }
 
 pub use bytes::{cast, memory, strided, team};
-pub use check::{finite, verify};
+pub use check::{changes, finite, verify};
 pub use error::{Error, Kind, Result};
 pub use files::{checksum, header, listed, local_array, shard_file, source};
 pub use geometry::{dtype, layout, mesh, region, tile};

@@ -251,12 +251,14 @@ SPECIAL = (0.0, -0.0, 1.0, -3.0, NAN, INF, -INF, 1e-6, 100.0)
 def test_norms_and_tolerance_are_those_of_numpy(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     dtype_a, dtype_b = (FLOATS[i] for i in rng.integers(0, len(FLOATS), 2))
-    n = int(rng.integers(1, 300))
+    n = int(rng.integers(1, 300 if seed % 5 else 30_000))  # blocks of many are compared by the core
     values = rng.normal(size=n) if seed % 4 else rng.choice(SPECIAL, n)
     a = values.astype(dtype_a)
     b = np.where(rng.random(n) < 0.5, values, values * (1 + 0.01 * rng.normal(size=n))).astype(dtype_b)
     atol, rtol = rng.choice([0, 1e-3, 0.1], 2)
-    report = report_of(tmp_path, {"w": a}, {"w": b}, atol=atol, rtol=rtol, memory=int(rng.integers(1, 4000)))
+    report = report_of(
+        tmp_path, {"w": a}, {"w": b}, atol=atol, rtol=rtol, memory=int(rng.integers(1, 4000)) if n < 300 else "1MiB"
+    )
     x, y = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):
         distance = np.abs(x - y)
@@ -275,6 +277,21 @@ def test_norms_and_tolerance_are_those_of_numpy(seed: int, tmp_path: Path) -> No
         assert found.change == INF
     elif norms[0]:
         assert found.change == pytest.approx(norms[2] / norms[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("dtypes", [(one, other) for one in FLOATS[:4] for other in FLOATS[:4]])
+def test_values_that_are_not_finite_among_many(dtypes: Any, tmp_path: Path) -> None:
+    """The first and the last values are in blocks of their own."""
+    a, b = (np.ones(9000).astype(dtype) for dtype in dtypes)
+    a[:3], b[:3] = (NAN, INF, -INF), (NAN, INF, INF)
+    a[4500], b[4500] = 1, 3
+    a[-2:], b[-2:] = (0.0, NAN), (-0.0, 1)
+    (found,) = report_of(tmp_path, {"w": a}, {"w": b}, atol=1).differences
+    is_same = dtypes[0] == dtypes[1]
+    assert (found.n_different, found.n_nan, found.n_outside) == (4 if is_same else 3, 1, 3)
+    assert (found.max_abs, found.norm_change) == (INF, 2.0)
+    assert found.norm_a == pytest.approx(math.sqrt(9000 - 5))
+    assert found.norm_b == pytest.approx(math.sqrt(9000 - 5 + 9))
 
 
 def test_a_rounded_export_is_within_the_tolerance_of_its_dtype(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,8 @@ def expected(key: str, dtype: str, array: np.ndarray) -> TensorStats:
 
 
 def assert_same(found: TensorStats, wanted: TensorStats) -> None:
-    rounded = {"mean": None, "std": None, "rms": None}
-    assert {**vars(found), **rounded} == {**vars(wanted), **rounded}
+    rounded: dict[str, Any] = {"mean": None, "std": None, "rms": None}
+    assert dataclasses.replace(found, **rounded) == dataclasses.replace(wanted, **rounded)
     scale = wanted.rms or 0.0
     assert (found.rms is None) == (wanted.rms is None)
     for name in rounded if wanted.rms is not None else ():

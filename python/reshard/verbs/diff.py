@@ -29,7 +29,7 @@ from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.indexing import in_batches
 from reshard.values.words import show
-from reshard.verbs.slices import Span, by_shares, pieces_of
+from reshard.verbs.slices import Span, by_shares, packed, pieces_of
 
 if TYPE_CHECKING:
     import os
@@ -50,9 +50,10 @@ _BLOCK_BYTES = 1 << 20
 _BLOCK_ELEMENTS = 1 << 14
 _SMALL_BYTES = 1 << 13  # of a region that is compared together with others
 _MANY = 256  # such regions that are compared at once
+_FLOATS = {"F64", "F32", "F16", "BF16"}  # compared by the core, if they are not small
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
     """A tensor that differs between the two checkpoints.
 
@@ -402,7 +403,7 @@ def _compared_on(
     def work_of(shares: list[list[Span]]) -> Work[Any]:
         return _comparing(asked, _Spans(digests, shares, threads or on.cpus))
 
-    for key, counts in by_shares(on, sizes, pieces, work_of, progress):
+    for key, counts in by_shares(on, sizes, pieces, work_of, _Counts, progress=progress):
         comparable[key].join(counts)
     return _differences(pairs)
 
@@ -423,10 +424,10 @@ class _Spans:
 
 
 def _comparing(asked: _Asked, sent: _Spans) -> Work[_Spans]:
-    return Work(functools.partial(_sent_spans, asked), sent, list[list[_Counts]])
+    return Work(functools.partial(_sent_spans, asked), sent, str)
 
 
-def _sent_spans(asked: _Asked, sent: _Spans, index: int) -> tuple[int, list[list[_Counts]]]:
+def _sent_spans(asked: _Asked, sent: _Spans, index: int) -> tuple[int, str]:
     """Compare the pieces of a share: one result for a tensor, none if it is equal, or one for each piece of a part."""
     spans, n_bytes = sent.shares[index], 0
 
@@ -446,7 +447,7 @@ def _sent_spans(asked: _Asked, sent: _Spans, index: int) -> tuple[int, list[list
                 found[pair.key][0].join(counts)
             else:
                 found[pair.key].append(counts)
-    return n_bytes, [found[span.key] for span in spans]
+    return n_bytes, packed(found[span.key] for span in spans)
 
 
 def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
@@ -630,12 +631,12 @@ class _Comparison:
         small: dict[tuple[str, str], list[_Read]] = {}
         for region, a, b in zip(batch, *sides, strict=True):
             pair = region.pair
-            if region.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and a.data == b.data:
+            if region.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and _same(a, b):
                 continue  # a whole tensor that is equal: its norms are not needed
             if pair.kind.is_packed:
                 _compare_packed(region, a, b)
             elif max(region.n_bytes) > _SMALL_BYTES:
-                _compare(region, a, b, self.half_bytes)
+                _compare(region, a, b, self.half_bytes, self.threads)
             else:
                 several = small.setdefault(pair.kind.dtypes, [])
                 several.append((region, a, b))
@@ -651,8 +652,7 @@ class _Comparison:
         end = sum(_aligned(region.n_bytes[0]) for region in batch)
         # Bytes between the tensors are of earlier batches, so that they can differ only if those did.
         a, b = (buffer[:end] for buffer in self.buffers)
-        blocks = [slice(start, start + _BLOCK_BYTES) for start in range(0, end, _BLOCK_BYTES)]
-        return all(np.array_equal(a[block], b[block]) for block in blocks)  # its result has as many bytes
+        return _same(a, b)
 
     def _read(self, side: int, batch: list[_PairRegion]) -> list[np.ndarray]:
         opened = self.sides[side]
@@ -675,6 +675,12 @@ class _Comparison:
         return arrays
 
 
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether bytes are equal. Views of bytes are compared one by one, and arrays need memory for the result."""
+    blocks = (slice(start, start + _BLOCK_BYTES) for start in range(0, a.size, _BLOCK_BYTES))
+    return all(np.array_equal(a[block], b[block]) for block in blocks)
+
+
 def _is_whole(region: _PairRegion) -> bool:
     return region.shape == region.pair.kind.shapes[0]
 
@@ -695,24 +701,31 @@ def _compare_packed(region: _PairRegion, a: np.ndarray, b: np.ndarray) -> None:
     region.found.append(counts)
 
 
-def _compare(region: _PairRegion, a: np.ndarray, b: np.ndarray, max_bytes: int) -> None:
-    """Compare the elements of one region, piece by piece, and of a piece block by block."""
+def _compare(region: _PairRegion, a: np.ndarray, b: np.ndarray, max_bytes: int, threads: int | None) -> None:
+    """Compare the elements of one region, piece by piece."""
     kind = region.pair.kind
     x, y = _values(a, kind.dtypes[0]), _values(b, kind.dtypes[1])
-    width = max(x.itemsize, y.itemsize)
     sizes = [math.prod(extent) for _, extent in kind.pieces(max_bytes)] if _is_whole(region) else [x.size]
     start = 0
+    for size in sizes:
+        piece = slice(start, start + size)
+        region.found.append(_compare_piece(x[piece], y[piece], kind, threads))
+        start += size
+
+
+def _compare_piece(x: np.ndarray, y: np.ndarray, kind: _PairKind, threads: int | None) -> _Counts:
     with np.errstate(invalid="ignore", over="ignore"):
-        for size in sizes:
-            counts, end = _Counts(), start + size
-            if size * width <= _SMALL_BYTES:
-                (counts,) = _compare_block(_Parts(np.zeros(1, np.intp)), x[start:end], y[start:end], kind.tolerance)
-            else:
-                for at in range(start, end, _BLOCK_ELEMENTS):
-                    block = slice(at, min(at + _BLOCK_ELEMENTS, end))
-                    counts.join(*_compare_block(_Parts(None), x[block], y[block], kind.tolerance))
-            region.found.append(counts)
-            start = end
+        if max(x.nbytes, y.nbytes) <= _SMALL_BYTES:
+            (counts,) = _compare_block(_Parts(np.zeros(1, np.intp)), x, y, kind.tolerance)
+        elif _FLOATS.issuperset(kind.dtypes):
+            sides = [(dtype, side.view(np.uint8)) for dtype, side in zip(kind.dtypes, (x, y), strict=True)]
+            counts = _Counts(*_core.changes(*sides, tolerance=kind.tolerance, threads=threads))
+        else:
+            counts = _Counts()
+            for start in range(0, x.size, _BLOCK_ELEMENTS):
+                block = slice(start, start + _BLOCK_ELEMENTS)
+                counts.join(*_compare_block(_Parts(None), x[block], y[block], kind.tolerance))
+    return counts
 
 
 def _compare_small(several: list[_Read]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -120,15 +121,18 @@ def by_shares(
     sizes: Mapping[str, int],
     pieces: Callable[[str], Iterable[int]],
     work_of: Callable[[list[list[Span]]], Work[Any]],
+    made: Callable[..., _T],
+    *,
     progress: Progress | None,
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, _T]]:
     """What the processes of a place find in the pieces of tensors.
 
     Args:
         on: where.
         sizes: bytes of each tensor.
         pieces: as for `shared_out`.
-        work_of: the work on the pieces of each share. A share returns what it finds in each of its spans.
+        work_of: the work on the pieces of each share. A share returns what it finds in each of its spans, see `packed`.
+        made: makes a find of its numbers.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
@@ -138,9 +142,21 @@ def by_shares(
     shares = shared_out(sizes, on.n_shares(n_bytes), pieces)
     results, _ = do_shares(on, work_of(shares), len(shares), n_bytes, progress)
     for spans, of_spans in zip(shares, results, strict=True):
-        for span, found in zip(spans, of_spans, strict=True):
+        for span, found in zip(spans, json.loads(of_spans), strict=True):
             for one in found:
-                yield span.key, one
+                yield span.key, made(*one)
+
+
+def packed(finds: Iterable[Sequence[Any]]) -> str:
+    """What a share finds in each of its spans, objects with slots of numbers, as one text: these take more memory.
+
+    Example:
+        >>> from reshard.verbs.stats import _Sums
+        >>> packed([[_Sums(n=3, low=0.5)], []])
+        '[[[3,0,0,0,0.5,-Infinity,0.0,0.0,1.0]],[]]'
+    """
+    rows = [[[getattr(one, name) for name in one.__slots__] for one in found] for found in finds]
+    return json.dumps(rows, separators=(",", ":"))
 
 
 def shared_out(sizes: Mapping[str, int], n_shares: int, pieces: Callable[[str], Iterable[int]]) -> list[list[Span]]:

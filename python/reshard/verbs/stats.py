@@ -25,7 +25,7 @@ from reshard.layout.patterns import Pattern
 from reshard.ranks.led import LedRanks
 from reshard.ranks.places import Work
 from reshard.values.words import show
-from reshard.verbs.slices import Buffer, Slice, Span, batches, by_shares, pieces_of, regions_of
+from reshard.verbs.slices import Buffer, Slice, Span, batches, by_shares, packed, pieces_of, regions_of
 
 if TYPE_CHECKING:
     import os
@@ -42,7 +42,7 @@ _LARGE = 2.0**400  # the squares of larger numbers, or their sum, could be infin
 _OF_LARGE = 2.0**-560
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorStats:
     """The statistics of a tensor.
 
@@ -143,7 +143,8 @@ def _stats(
     with asked.opened() as (opened, quantised, digest):
         keys = _matching(opened, pattern)
         opened._check_placed(*keys)  # noqa: SLF001  the check of a read
-        infos = {key: opened._index.info(key) for key in keys}  # noqa: SLF001
+        known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}  # thousands are of a few kinds
+        infos = {key: known.setdefault(one, one) for key in keys for one in [opened._index.info(key)]}  # noqa: SLF001
         sizes = [dtypes.n_bytes(*infos[key]) for key in keys]
         decoded = [key for key in keys if not dtypes.is_packed(infos[key][0])]
         sums: dict[str, _Sums] = {}
@@ -161,7 +162,7 @@ def _stats(
             def work_of(shares: list[list[Span]]) -> Work[Any]:
                 return _counting(asked, _Spans(digest, shares, threads or on.cpus))
 
-            for key, one in by_shares(on, of_decoded, pieces, work_of, progress):
+            for key, one in by_shares(on, of_decoded, pieces, work_of, _Sums, progress=progress):
                 _join(sums, key, one)
         for key in decoded:
             sums.setdefault(key, _Sums())  # without elements
@@ -251,10 +252,10 @@ class _Spans:
 
 
 def _counting(asked: _Asked, sent: _Spans) -> Work[_Spans]:
-    return Work(functools.partial(_sent_spans, asked), sent, list[list[_Sums]])
+    return Work(functools.partial(_sent_spans, asked), sent, str)
 
 
-def _sent_spans(asked: _Asked, sent: _Spans, share: int) -> tuple[int, list[list[_Sums]]]:
+def _sent_spans(asked: _Asked, sent: _Spans, share: int) -> tuple[int, str]:
     """Count the values of the pieces of a share: one sum of a whole tensor, and else one of each piece."""
     spans, n_bytes = sent.shares[share], 0
 
@@ -270,7 +271,7 @@ def _sent_spans(asked: _Asked, sent: _Spans, share: int) -> tuple[int, list[list
                 found[key][0].join(one)
             else:
                 found[key].append(one)
-    return n_bytes, [found[span.key] for span in spans]
+    return n_bytes, packed(found[span.key] for span in spans)
 
 
 def _counted(

@@ -57,7 +57,7 @@ mod _core {
             Opaque, decode_torch_object, open_dcp, open_dcp_ranks, read_dcp_paths,
             read_torch_contents, read_torch_file, read_torch_object, read_torch_shards,
         },
-        verify::{ValueCounts, crc32c, differing, scrub},
+        verify::{ValueCounts, changes, crc32c, differing, scrub},
         write::{
             Buffers, Snapshot, SnapshotPool, Written, folder_sizes, rename, sync_together,
             write_arrays,

@@ -42,6 +42,19 @@ pub(crate) static ARRAY_COUNTS: Record = Record::new(
         "first_negative",
     ],
 );
+/// How far the values of two arrays are apart.
+pub(crate) static CHANGES: Record = Record::new(
+    "Changes",
+    &[
+        "n_different",
+        "n_nan",
+        "n_outside",
+        "max_abs",
+        "squares_a",
+        "squares_b",
+        "squares_change",
+    ],
+);
 /// A stored part of an array.
 pub(crate) static ARRAY_PART: Record = Record::new("ArrayPart", &["name", "shape", "tiles"]);
 /// The recorded layout of a tensor over the devices of its stage.
@@ -334,6 +347,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &STORED_ARRAY,
         &STORED_REGION,
         &ARRAY_COUNTS,
+        &CHANGES,
         &ARRAY_PART,
         &DEVICE_LAYOUT,
         &PLANNED_ARRAY,

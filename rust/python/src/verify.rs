@@ -2,10 +2,11 @@
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
-use crate::records::ARRAY_COUNTS;
+use crate::records::{ARRAY_COUNTS, CHANGES};
 use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use reshard_core::changes::{Changes, changes as changes_of};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
@@ -124,6 +125,37 @@ pub(crate) fn differing(
     run(py, threads, 0, None, &Control::default(), || {
         finite::differing(dtype, a.bytes(), b.bytes())
     })
+}
+
+#[pyfunction]
+#[pyo3(signature = (a, b, *, tolerance=None, threads=None))]
+pub(crate) fn changes<'py>(
+    py: Python<'py>,
+    a: (String, Bound<'py, PyAny>),
+    b: (String, Bound<'py, PyAny>),
+    tolerance: Option<(f64, f64)>,
+    threads: Option<i64>,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let [dtype_a, dtype_b] = [&a.0, &b.0].map(|name| raise(py, Dtype::parse(name)));
+    let (dtype_a, dtype_b) = (dtype_a?, dtype_b?);
+    let (bytes_a, bytes_b) = (contiguous(py, &a.1)?, contiguous(py, &b.1)?);
+    let found: Changes = run(py, threads, 0, None, &Control::default(), || {
+        changes_of(
+            (dtype_a, bytes_a.bytes()),
+            (dtype_b, bytes_b.bytes()),
+            tolerance,
+        )
+    })?;
+    let values = (
+        found.n_different,
+        found.n_nan,
+        found.n_outside,
+        found.max_abs,
+        found.squares_a,
+        found.squares_b,
+        found.squares_change,
+    );
+    CHANGES.of(py, values)
 }
 
 fn contiguous(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Borrowed> {
