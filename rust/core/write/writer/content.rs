@@ -20,8 +20,8 @@ use std::ops::{Deref, Range};
 
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
-/// Of a range of a file whose pages are requested one by one, which takes longer than to read more.
-const MAX_REQUESTED_BYTES: u64 = 128 << 20;
+/// Of a range of a file whose pages are requested one by one: 0.2 s of the processor more for a GiB.
+const MAX_REQUESTED_BYTES: u64 = 32 << 20;
 
 /// Where the arrays of a plan and all other bytes lie in a file.
 #[derive(Debug, Clone, Default)]
