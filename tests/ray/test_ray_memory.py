@@ -1,4 +1,4 @@
-"""The memory of the workers of a real cluster of Ray, and of the process that leads, while they work on a file of 1 TB that is one hole."""
+"""The memory of the workers of a real cluster of Ray, and of the process that leads: a file of 1 TB that is a hole."""
 
 from __future__ import annotations
 
