@@ -19,7 +19,7 @@ import itertools
 import logging
 import math
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from reshard import _core
 from reshard.errors import CoverageError, DamagedFileError, UnsupportedError
@@ -36,6 +36,9 @@ _log = logging.getLogger("reshard")
 _MAX_AXES = 16
 _MAX_SIZES = 256  # of one axis: lists in a file can contain each other
 _MAX_RANKS = 1 << 31
+_Meshes: TypeAlias = "dict[int, tuple[list[int] | None, list[int] | None]]"
+"""The sizes of the axes of each mesh of a file and the coordinates of its rank, by the `id` of the mesh."""
+
 _MIXED_HINT = "the files are of different saves, or not of all ranks of one run"
 
 
@@ -51,9 +54,10 @@ class RankTensor(NamedTuple):
         dtype: its safetensors name.
         local: the shape of what is stored, in elements.
         shape: the shape of the whole tensor, in elements; None: it is no shard.
-        spec: the mesh and the placements of a shard.
+        spec: the mesh and the placements of a DTensor; None: the offset is known.
         regions: of a ShardedTensor the regions of all ranks, as `TorchRegions.all`.
-        offset: of a region its first element in the whole tensor; None: the file holds no region of it.
+        offset: of what is stored the first element in the whole tensor; None without a spec: the file holds no region
+            of it.
         n_ranks: of a ShardedTensor the number of ranks of its run, as the file says.
     """
 
@@ -178,6 +182,9 @@ def read(
         found += [of_all._replace(name=stored, local=extent, offset=at) for stored, at, extent in held] or [of_all]
     if regions:
         found = [one._replace(rank=regions[0][5]) for one in found]
+    # Millions of objects of all ranks together: only what follows from them is kept.
+    meshes: _Meshes = {}
+    found = [one if one.spec is None else one._replace(spec=None, offset=part_of(one, meshes)[0]) for one in found]
     return found, objects
 
 
@@ -298,8 +305,12 @@ def _absent(first: RankTensor, held: Collection[tuple[tuple[int, ...], tuple[int
     return "" if absent is None else f"; the region of shape {absent[1]} at {absent[0]} is in none of the files"
 
 
-def part_of(tensor: RankTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def part_of(tensor: RankTensor, meshes: _Meshes | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first element and the shape of what a rank holds.
+
+    Args:
+        tensor: the tensor.
+        meshes: those of its file that are known, while the objects of the file live.
 
     Raises:
         DamagedFileError: the mesh or a placement is invalid, or the stored tensor has another shape.
@@ -310,7 +321,7 @@ def part_of(tensor: RankTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if tensor.offset is not None:
         return tensor.offset, tensor.local
     offset, extent = [0] * len(tensor.shape), list(tensor.shape)
-    for dim, size, coordinate in _cuts(tensor, len(tensor.shape)):
+    for dim, size, coordinate in _cuts(tensor, len(tensor.shape), {} if meshes is None else meshes):
         chunk = -(-extent[dim] // size)
         start = min(extent[dim], chunk * coordinate)
         offset[dim] += start
@@ -322,14 +333,17 @@ def part_of(tensor: RankTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(extent)
 
 
-def _cuts(tensor: RankTensor, n_dims: int) -> list[tuple[int, int, int]]:
+def _cuts(tensor: RankTensor, n_dims: int, meshes: _Meshes) -> list[tuple[int, int, int]]:
     """The dim, the number of parts and the number of the part of this rank, of each cut, in their order."""
     spec = _attributes(tensor.spec)
-    mesh = _attributes(spec.get("mesh"))
-    sizes, placements = _sizes(mesh), spec.get("placements")
+    mesh, placements = spec.get("mesh"), spec.get("placements")
+    if id(mesh) not in meshes:
+        attributes = _attributes(mesh)
+        sizes = _sizes(attributes)
+        meshes[id(mesh)] = sizes, None if sizes is None else _coordinate(attributes, sizes, tensor.rank)
+    sizes, coordinate = meshes[id(mesh)]
     if sizes is None or not isinstance(placements, tuple | list) or len(placements) != len(sizes):
         raise _damaged(tensor, "its mesh and its placements do not belong together")
-    coordinate = _coordinate(mesh, sizes, tensor.rank)
     if coordinate is None:
         raise UnsupportedError(
             f"{show(tensor.path)}: {show(tensor.name)} does not say which rank of its mesh wrote it",
