@@ -11,18 +11,21 @@ import pytest
 import torch
 from tests.helpers.command_line import run
 from tests.helpers.mesh_files import distributed, save_ranks
+from tests.servers.proxy import before_server
 
 import reshard
 from reshard.config import Config
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.opening.gather import gather
-from reshard.opening.what_is_there import what_is_there
+from reshard.opening.what_is_there import _alone_below, what_is_there
 from reshard.resume import RunFacts
 from reshard.storage.location import locate
 from reshard.verbs.explain import explain
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.servers.s3 import S3Server
 
 WEIGHTS: dict[str, Any] = {"w": np.ones((2, 3), np.float32)}
 
@@ -308,3 +311,14 @@ def test_adapters_of_mlx_are_told_from_those_of_earlier_steps(tmp_path: Path) ->
     error = refused(folder)
     assert "probably written by MLX" in str(error)
     assert "open `adapters.safetensors`, the newest adapters" in str(error.hint)
+
+
+def test_few_requests_look_for_what_a_folder_of_a_bucket_holds_further_below(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in range(4**3):
+        s3.put(f"wrong/a{at // 16}/b{at // 4 % 4}/c{at % 4}/notes.txt", b"")
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        assert _alone_below(locate("s3://reshard/wrong")) == []
+    assert len(proxy.log) == 20

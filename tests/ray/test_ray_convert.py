@@ -312,6 +312,11 @@ def test_processors_that_others_use_are_not_waited_for_without_end(cluster: RayC
     assert hint.startswith("hint: `ray status` tells what is in use")
 
 
+def test_processors_that_are_free_are_used_without_a_wait(cluster: RayCluster) -> None:
+    script = "print(Ray(wait=0).run(Work(lambda _, share: (0, share), 1), 2, lambda _: None))\n"
+    assert run_script(cluster, script) == ["[0, 1]"]
+
+
 def test_tasks_that_end_by_themselves_are_not_cancelled() -> None:
     """Ray aborts the process that cancels a task while the result of the task comes in."""
     cancelled: list[str] = []

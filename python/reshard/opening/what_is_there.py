@@ -24,6 +24,7 @@ _MOST_ENTRIES = 300
 _MOST_HEADS = 16  # files whose first bytes are read
 _MOST_BELOW = 8  # folders whose content is named
 _MOST_LEVELS = 3  # below a folder, in which files are looked for
+_MOST_REQUESTS = 20  # to a bucket, to look for them
 _MOST_NAMED = 4
 _HEAD_BYTES = 262
 
@@ -217,14 +218,18 @@ def _alone_below(folder: Location) -> list[str]:
     """Files below a folder that can be opened alone, each the only one of weights in its own folder."""
     found: list[str] = []
     folders = [(folder, 0)]
-    n_entries = 0
+    n_entries = n_requests = 0
     for parent, depth in folders:
+        n_requests += 1
         entries = [one for one in _entries(parent) if not one.name.startswith(".")]
         n_entries += min(len(entries), _MOST_ENTRIES)
         weights = [one.name for one in entries if one.name.endswith(_WEIGHTS)]
-        if depth and len(weights) == 1 and _look(parent / weights[0]) in _OPEN_ALONE:
-            found.append(str(parent / weights[0]))
-        if n_entries > _MOST_ENTRIES or len(found) == _MOST_BELOW:
+        if depth and len(weights) == 1:
+            n_requests += 1
+            if _look(parent / weights[0]) in _OPEN_ALONE:
+                found.append(str(parent / weights[0]))
+        is_long = not folder.is_local and n_requests >= _MOST_REQUESTS
+        if n_entries > _MOST_ENTRIES or len(found) == _MOST_BELOW or is_long:
             break
         if depth < _MOST_LEVELS:
             below = [parent / one.name for one in entries if one.kind == "folder" and one.name not in weights]

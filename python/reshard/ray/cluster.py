@@ -41,6 +41,7 @@ _MAX_SHARES = 4096
 _SHARES_OF_SLOT = 4  # so that all workers end at about the same time
 _MIN_BEGUN = 256  # shares whose tasks are begun at least, as far as there are; a cluster grows with those that wait
 _TICK_S = 1.0
+_START_S = 30.0  # of a worker on a host that has the processors
 _SAID_S = 10.0  # after which a log says that the processors are in use
 _CONNECT_S = 10.0
 _MAX_MESSAGE = 500
@@ -225,20 +226,22 @@ class Ray:
 
     def _wait_for_room(self, ray: Any) -> None:
         """Refuse to wait for ever while other programs use all processors: wait for a task that does nothing."""
+        is_free = ray.available_resources().get("CPU", 0) >= self.cpus
+        wait_s = max(self.wait, _START_S) if is_free else self.wait
         first = ray.remote(num_cpus=self.cpus)(lambda: None).remote()
         begun, is_said = time.monotonic(), False
         try:
-            while not ray.wait([first], timeout=min(_TICK_S, self.wait))[0]:
+            while not ray.wait([first], timeout=min(_TICK_S, wait_s))[0]:
                 self._n_slots(ray)  # refuses if no host is large enough
                 free, waited = ray.available_resources().get("CPU", 0), time.monotonic() - begun
                 said = f"no host of the Ray cluster at {show(self._where)} has {self._wanted} free"
-                if waited >= self.wait:
+                if waited >= wait_s:
                     raise GroupError(
                         f"{said}, also not after {waited:.0f} s; {free:.0f} are free on all hosts together",
                         hint="`ray status` tells what is in use; wait for the programs that use them, or add a host",
                     )
                 if waited >= _SAID_S and not is_said:
-                    _log.warning("%s; this waits for at most %.0f s", said, self.wait)
+                    _log.warning("%s; this waits for at most %.0f s", said, wait_s)
                     is_said = True
         finally:
             end_tasks(ray, [first])
