@@ -95,6 +95,102 @@ fn main() {
         wanted: [[&[], &[1]], [&[0], &[1]], [&[0], &[1]]],
         is_large: true,
     });
+    for form in Form::ALL {
+        measure_form(form);
+    }
+}
+
+/// Other ways to lay out 20,000 tensors on 102,400 ranks. Each tensor has a shape of its own.
+#[derive(Debug, Clone, Copy)]
+enum Form {
+    /// Each expert is on the ranks of one of 64 coordinates, and split there; wanted on 32 coordinates.
+    Experts,
+    /// Rows that no number of ranks divides, in parts as `torch.chunk` makes them.
+    Uneven,
+}
+
+impl Form {
+    const ALL: [Self; 2] = [Self::Experts, Self::Uneven];
+
+    fn mesh(self, is_from: bool) -> Arc<Mesh> {
+        let sizes: &[(&str, u64)] = match (self, is_from) {
+            (Self::Experts, true) => &[("ep", 64), ("dp", 200), ("tp", 8)],
+            (Self::Experts, false) => &[("ep", 32), ("dp", 200), ("tp", 16)],
+            (_, true) => &[("dp", 12_800), ("tp", 8)],
+            (_, false) => &[("dp", 6_400), ("tp", 16)],
+        };
+        let axes = sizes.iter().map(|&(name, size)| (name.to_owned(), size));
+        Arc::new(Mesh::new(axes.collect(), None).unwrap())
+    }
+
+    fn layout(self, i: usize, mesh: &Arc<Mesh>) -> Arc<Layout> {
+        let n = i as u64;
+        let mut shape = vec![102_400 * (1 + n % 5), 6_400 * (1 + n % 4_000)];
+        let (mut place, mut uneven) = (Vec::new(), Uneven::Refuse);
+        let dims: [&[usize]; 2] = match self {
+            Self::Experts => {
+                place.push((vec![0], n % mesh.axes()[0].1));
+                [&[2], &[]]
+            }
+            Self::Uneven => {
+                shape[0] += 1 + n % 97;
+                uneven = Uneven::Ceil;
+                [&[0, 1], &[]]
+            }
+        };
+        let dims = dims.map(|axes| DimPartition {
+            axes: axes.to_vec(),
+            ..DimPartition::default()
+        });
+        let partition = Partition {
+            dims: dims.to_vec(),
+            uneven,
+            flat: None,
+            stored: None,
+        };
+        Arc::new(Layout::new(Arc::clone(mesh), shape, partition, &place).unwrap())
+    }
+}
+
+fn measure_form(form: Form) {
+    let n_tensors = 20_000;
+    let keys: Vec<_> = (0..n_tensors)
+        .map(|i| format!("decoder.layers.{i}.mlp.linear_fc1.weight"))
+        .collect();
+    let (from, to) = (form.mesh(true), form.mesh(false));
+    PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+    let mut clock = Instant::now();
+    let mut lap = || std::mem::replace(&mut clock, Instant::now()).elapsed();
+    let mut index = Index::new();
+    let files: Arc<[u32]> = (0..from.n_points())
+        .map(|rank| {
+            let name = PathBuf::from(format!("model-{rank:07}.safetensors"));
+            index.add_file(name, false, Method::default())
+        })
+        .collect();
+    for (i, key) in keys.iter().enumerate() {
+        let layout = form.layout(i, &from);
+        index.add_layout(key, Dtype::Bf16, &layout, &files).unwrap();
+    }
+    let built = lap();
+    index.check_coverage().unwrap();
+    let checked = lap();
+    let mut request = Request::default();
+    for (i, key) in keys.iter().enumerate() {
+        let layout = form.layout(i, &to);
+        if layout.holds(777) {
+            request.add(key, key, &layout, 777).unwrap();
+        }
+    }
+    let n_copy_ops = index.count_copy_ops(&request).unwrap();
+    let planned = lap();
+    let peak_mib = PEAK.load(Ordering::Relaxed) >> 20;
+    println!(
+        "{form:?}: index {built:?}, coverage {checked:?}, plan of one rank ({n_copy_ops} copies) {planned:?}, peak \
+         {peak_mib} MiB"
+    );
+    assert!(checked.as_secs_f64() < 1.0, "more than one second");
+    assert!(peak_mib < 512, "more than 512 MiB");
 }
 
 fn measure(case: &Case) {

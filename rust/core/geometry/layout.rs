@@ -15,6 +15,7 @@ use crate::geometry::dtype::n_elements;
 use crate::geometry::mesh::{Mesh, Place};
 use crate::geometry::region::{Dims, Region, flat_range_boxes, row_major_strides};
 use crate::geometry::tile::Tile;
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// Most blocks of a tensor, multiplied over its dims. A rank can have one tile per block.
@@ -113,6 +114,11 @@ pub(crate) struct DimCut {
 pub(crate) enum Cuts {
     /// Parts of one size.
     Even { extent: u64, n_parts: u64 },
+    /// Chunks of `torch.chunk`, axis by axis: each axis of so many parts splits the chunks of the previous one.
+    Ceil {
+        extent: u64,
+        sizes: SmallVec<[u64; 2]>,
+    },
     /// Part `k` is `bounds[k]..bounds[k + 1]`.
     Listed(Vec<u64>),
     /// For each block its start and the bounds of its parts. A block with one part is complete in every part of the
@@ -124,6 +130,7 @@ impl Cuts {
     pub(crate) fn n_parts(&self) -> u64 {
         match self {
             Self::Even { n_parts, .. } | Self::Blocks(_, n_parts) => *n_parts,
+            Self::Ceil { sizes, .. } => sizes.iter().product(),
             Self::Listed(bounds) => bounds.len() as u64 - 1,
         }
     }
@@ -133,6 +140,15 @@ impl Cuts {
         match self {
             Self::Even { extent, n_parts } => {
                 (part * (extent / n_parts), (part + 1) * (extent / n_parts))
+            }
+            Self::Ceil { extent, sizes } => {
+                let (mut chunk, mut rest, mut n_below) = ((0, *extent), part, self.n_parts());
+                for &size in sizes {
+                    n_below /= size;
+                    chunk = ceil_chunk(chunk, size, rest / n_below);
+                    rest %= n_below;
+                }
+                chunk
             }
             Self::Listed(bounds) => (bounds[part as usize], bounds[part as usize + 1]),
             Self::Blocks(..) => unreachable!("a dim with blocks has segments"),
@@ -145,6 +161,18 @@ impl Cuts {
             Self::Even { extent, n_parts } => {
                 let size = extent / n_parts;
                 start / size..(end - 1) / size + 1
+            }
+            Self::Ceil { extent, sizes } => {
+                let part_of = |at: u64| {
+                    let (mut chunk, mut part) = ((0, *extent), 0);
+                    for &size in sizes {
+                        let number = (at - chunk.0) / (chunk.1 - chunk.0).div_ceil(size);
+                        chunk = ceil_chunk(chunk, size, number);
+                        part = part * size + number;
+                    }
+                    part
+                };
+                part_of(start)..part_of(end - 1) + 1
             }
             Self::Listed(bounds) => {
                 let first = bounds.partition_point(|b| *b <= start) - 1;
@@ -161,7 +189,7 @@ impl Cuts {
             (end > start).then_some((base + start, end - start))
         };
         match self {
-            Self::Even { .. } | Self::Listed(_) => {
+            Self::Even { .. } | Self::Ceil { .. } | Self::Listed(_) => {
                 segment(self.part(part), 0).into_iter().collect()
             }
             Self::Blocks(blocks, _) => blocks
@@ -322,7 +350,7 @@ impl Layout {
                 extent: of,
                 n_parts,
             } => of == extent && *n_parts == 1,
-            Cuts::Listed(_) | Cuts::Blocks(..) => false,
+            Cuts::Ceil { .. } | Cuts::Listed(_) | Cuts::Blocks(..) => false,
         };
         self.flat.is_none()
             && self.is_in_order()
@@ -555,9 +583,7 @@ impl DimCut {
                 return Ok(Cuts::Even { extent, n_parts });
             }
             match uneven {
-                Uneven::Ceil => Ok(Cuts::Listed(ceil_bounds(mesh, &axes, extent))),
-                Uneven::Refuse if extent == 0 => Ok(Cuts::Listed(vec![0; n_parts as usize + 1])),
-                Uneven::Refuse => {
+                Uneven::Refuse if extent > 0 => {
                     let names: Vec<_> = axes
                         .iter()
                         .map(|&a| format!("{} ({})", mesh.axes()[a].0, mesh.size(a)))
@@ -571,6 +597,10 @@ impl DimCut {
                         "set `uneven: ceil` for chunks as of torch.chunk, or `sizes` for explicit parts",
                     ))
                 }
+                Uneven::Refuse | Uneven::Ceil => Ok(Cuts::Ceil {
+                    extent,
+                    sizes: axes.iter().map(|&axis| mesh.size(axis)).collect(),
+                }),
             }
         };
         let cuts = match (sizes, blocks) {
@@ -649,19 +679,11 @@ impl DimCut {
     }
 }
 
-/// Bounds of the chunks of `torch.chunk`, axis by axis: each axis splits the chunks of the previous one.
-fn ceil_bounds(mesh: &Mesh, axes: &[usize], extent: u64) -> Vec<u64> {
-    let mut bounds = vec![0, extent];
-    for &axis in axes {
-        let parts = mesh.size(axis);
-        let mut finer = vec![0];
-        for pair in bounds.windows(2) {
-            let chunk = (pair[1] - pair[0]).div_ceil(parts);
-            finer.extend((1..=parts).map(|k| (pair[0] + k * chunk).min(pair[1])));
-        }
-        bounds = finer;
-    }
-    bounds
+/// A chunk of a chunk that `torch.chunk` divides into so many.
+fn ceil_chunk((start, end): (u64, u64), size: u64, number: u64) -> (u64, u64) {
+    let n = (end - start).div_ceil(size);
+    let at = |number: u64| (start + number * n).min(end);
+    (at(number), at(number + 1))
 }
 
 #[cfg(test)]
@@ -695,6 +717,36 @@ mod tests {
             .map(|(o, s)| Region::new(vec![o], vec![s]).unwrap())
             .into();
         assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn chunks_are_found_as_they_are_listed() {
+        for sizes in [vec![5], vec![2, 3], vec![3, 2], vec![1, 4], vec![2, 2, 3]] {
+            for extent in 0..40 {
+                let mut bounds: Vec<u64> = vec![0, extent];
+                for &size in &sizes {
+                    let mut finer = vec![0];
+                    for pair in bounds.windows(2) {
+                        let chunk: u64 = (pair[1] - pair[0]).div_ceil(size);
+                        finer.extend((1..=size).map(|k| (pair[0] + k * chunk).min(pair[1])));
+                    }
+                    bounds = finer;
+                }
+                let listed = Cuts::Listed(bounds);
+                let sizes = sizes.iter().copied().collect();
+                let found = Cuts::Ceil { extent, sizes };
+                assert_eq!(found.n_parts(), listed.n_parts());
+                for part in 0..listed.n_parts() {
+                    assert_eq!(found.part(part), listed.part(part), "{found:?} {part}");
+                }
+                for (start, end) in (0..extent).flat_map(|s| (s + 1..=extent).map(move |e| (s, e)))
+                {
+                    let (one, other) =
+                        (found.parts_over(start, end), listed.parts_over(start, end));
+                    assert_eq!(one, other, "{found:?} {start} {end}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -207,7 +207,7 @@ impl Grid {
     pub(crate) fn only_file(&self, shape: &[u64]) -> Option<u32> {
         let is_whole = self.order.iter().enumerate().all(|(j, &d)| j == d)
             && self.cuts.iter().zip(shape).all(|(cuts, &extent)| {
-                let has_one = matches!(cuts, Cuts::Even { .. } | Cuts::Listed(_));
+                let has_one = !matches!(cuts, Cuts::Blocks(..));
                 has_one && cuts.n_parts() == 1 && cuts.part(0) == (0, extent)
             });
         match &self.holders {
@@ -337,6 +337,7 @@ impl Grid {
                 Cuts::Even { extent, n_parts } => {
                     *extent == stored.shape[d] && extent.is_multiple_of(*n_parts)
                 }
+                Cuts::Ceil { extent, .. } => *extent == stored.shape[d],
                 Cuts::Listed(bounds) => {
                     bounds.first() == Some(&0)
                         && bounds.last() == Some(&stored.shape[d])
@@ -373,6 +374,7 @@ impl Grid {
                 extent: of,
                 n_parts,
             } => *of == extent && extent.is_multiple_of(*n_parts),
+            Cuts::Ceil { extent: of, .. } => *of == extent,
             Cuts::Listed(bounds) => bounds.first() == Some(&0) && bounds.last() == Some(&extent),
             Cuts::Blocks(..) => false,
         };
