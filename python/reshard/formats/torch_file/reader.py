@@ -90,9 +90,7 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     tensors, objects = mesh_shards.read(str(file), number, 0)
     mesh_shards.refuse_flat(tensors, is_alone=True)
     _warn_of_unread(path, objects)
-    for tensor in tensors:
-        if tensor.shape is None:
-            index.add_whole(tensor.key, number)
+    index.add_wholes([(tensor.key, number) for tensor in tensors if tensor.shape is None])
     shards = [tensor for tensor in tensors if tensor.shape is not None]
     try:
         mesh_shards.add_tensors(index, shards, _OF_RANK_HINT)
