@@ -1866,8 +1866,12 @@ class RemoteObject:
             StorageError: it cannot be read.
         """
 
-def object_status(url: str) -> ObjectStatus | None:
+def object_status(url: str, *, wait_s: float | None = None) -> ObjectStatus | None:
     """What is at a name.
+
+    Args:
+        url: the name.
+        wait_s: seconds after which no answer counts; None: as long as requests are tried again.
 
     Returns:
         None if there is neither an object nor a folder.

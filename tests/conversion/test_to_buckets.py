@@ -19,6 +19,7 @@ from tests.servers.s3 import BUCKET
 
 import reshard
 from reshard.commit import protocol, roots
+from reshard.conversion import buckets
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
 from reshard.storage import remote
 from reshard.storage.location import Location, locate
@@ -262,6 +263,37 @@ def test_a_conversion_that_fails_leaves_nothing(
         status, answer = request.getfixturevalue("s3").request("GET", f"/{BUCKET}?uploads=")
         assert status == 200
         assert folder.name not in answer.decode()
+
+
+@pytest.mark.slow(disk=False)
+def test_what_is_left_is_said_if_the_service_does_not_answer_any_more(
+    bucket: tuple[Location, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    monkeypatch.setattr(buckets, "_ANSWER_SECONDS", 0.2)
+    has_failed: list[str] = []
+
+    def fails(method: str, path: str) -> bool:
+        if is_write := method == "PUT" and "00001" in path:
+            has_failed.append(path)
+        return is_write
+
+    proxy.faults = [
+        Fault(lambda *_: bool(has_failed), 503, "SlowDown", times=10**6),
+        Fault(fails, 403, "AccessDenied"),
+    ]
+    with pytest.raises(StorageError) as caught:
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+    left = f"what was written to `{folder}` may be left, with its claim `{folder}/.reshard.convert.staging` and "
+    assert "do not permit it (403" in caught.value.message
+    assert left in caught.value.message
+    assert caught.value.message.endswith(f"{folder}/.reshard.convert.staging: no answer within 0.2 s)")
+    assert str(caught.value.hint).endswith("; `overwrite=True` replaces what is left")
+    proxy.faults = []
+    reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000, overwrite=True)
+    with reshard.open(str(folder)) as opened:
+        assert len(opened.load()) > 0
 
 
 def test_a_conversion_that_is_interrupted_leaves_nothing(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ class BucketShares:
     def withdraw(self) -> None:
         """Let another share publish: this one has failed. Never raises."""
         with contextlib.suppress(ReshardError):
+            self.bucket.ask()
             (self.folder / _PUBLISHES).remove_file()
 
     def record_all(self, e_tags: Mapping[str, str]) -> None:

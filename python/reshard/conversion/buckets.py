@@ -23,6 +23,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import socket
@@ -50,11 +51,14 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
+_log = logging.getLogger("reshard")
+
 _CLAIM = staging_name("convert")
 _MAX_CLAIM_BYTES = 64 << 20
 _PREPARED_SECONDS = 60.0  # for another share, which removes and writes small files
 _LOOK_SECONDS = 0.1
 _UPLOADS_AT_ONCE = 16
+_ANSWER_SECONDS = 5.0  # for the first answer after a failure; a request is tried for a minute
 _LIST_SECONDS = 20.0  # to list unfinished uploads; those that a claim names need no list
 _export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
 
@@ -153,10 +157,13 @@ class BucketFolder:
         self._left = frozenset(file for one in before for file in _names_of(one.content))
         try:
             self._before = self._there(is_empty=not overwrite)
-        except BaseException:
+        except BaseException as error:
             if not before:
-                with contextlib.suppress(ReshardError):
+                try:
+                    self.ask()
                     self._remove_claims()
+                except ReshardError as failed:
+                    self._say_left(error, failed)
             raise
         self._names = names
         return True
@@ -369,20 +376,47 @@ class BucketFolder:
         for name in list(names):
             self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
 
-    def undo(self) -> bool:
+    def undo(self, error: BaseException | None = None) -> bool:
         """Remove everything that was written, unless another conversion has taken over, and end uploads. Never raises.
+
+        Args:
+            error: that of the conversion, which says what is left if the service does not answer.
 
         Returns:
             Whether the claim was that of this conversion.
         """
-        self.end_uploads()
-        with contextlib.suppress(ReshardError):
-            if self._is_ours():
-                there = self.e_tags()
-                self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
-                self._remove_claims()
-                return True
-        return False
+        if not self._claims:
+            return False
+        try:
+            self.ask()
+            self.end_uploads()
+            if not self._is_ours():
+                return False
+            there = self.e_tags()
+            self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
+            self._remove_claims()
+        except ReshardError as failed:
+            self._say_left(error, failed)
+            return False
+        return True
+
+    def ask(self) -> None:
+        """Learn within seconds whether the service answers, before a clean-up. Raises StorageError."""
+        self._store.ask(str(self._home / self._claims[-1].name), wait_s=_ANSWER_SECONDS)
+
+    def _say_left(self, error: BaseException | None, failed: ReshardError) -> None:
+        """Say in an error that what was written could not be removed."""
+        what = (
+            f"what was written to {show(str(self._place))} may be left, with its claim "
+            f"{show(str(self._home / self._claims[-1].name))} and unfinished uploads, as it could not be removed "
+            f"({failed.message})"
+        )
+        hint = "`overwrite=True` replaces what is left"
+        if isinstance(error, ReshardError):
+            error.message = f"{error.message}; {what}"
+            error.hint = hint if error.hint is None else f"{error.hint}; {hint}"
+        else:
+            _log.warning("%s: a conversion with %s", what, hint)
 
 
 @contextlib.contextmanager
@@ -403,8 +437,8 @@ def filled_bucket(target: Location, *, commits: Sequence[str], file: str | None 
         try:
             yield folder
             folder.commit()
-        except BaseException:
-            folder.undo()
+        except BaseException as error:
+            folder.undo(error)
             raise
 
 

@@ -559,20 +559,22 @@ def _publish_shares(
                 bucket.write_beside()
                 bucket.begin_uploads({ordered[part.file].name for some in parts for part in some if not part.is_whole})
                 bucket.prepared()
-            except DestinationExistsError:  # another one has taken over, perhaps a share of the same conversion
+            except (
+                DestinationExistsError
+            ) as error:  # another one has taken over, perhaps a share of the same conversion
                 bucket.end_uploads()
                 if shared.spread is not None or not bucket.join(shared.folder.name):
-                    bucket.undo()
+                    bucket.undo(error)
                     raise
-            except BaseException:
-                bucket.undo()
+            except BaseException as error:
+                bucket.undo(error)
                 raise
         if shared.spread is not None:
             try:
                 shared.spread(sum(sizes))
                 return _commit_shares(job, bucket, shares, ordered, beside)
-            except BaseException:
-                if bucket.undo():
+            except BaseException as error:
+                if bucket.undo(error):
                     shares.remove()
                 raise
         own = shares.own()

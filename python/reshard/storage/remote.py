@@ -428,6 +428,19 @@ class RemoteStore(ObjectStore):
         with failing("reading the lifecycle rules of", path):
             return _core.lifecycle_rules(path, wait_s=wait_s)
 
+    def ask(self, path: str, *, wait_s: float) -> None:
+        """Ask the service what has a name, to learn whether it answers.
+
+        Args:
+            path: the name.
+            wait_s: seconds after which no answer counts.
+
+        Raises:
+            StorageError: it does not answer in time, or refuses to.
+        """
+        with failing("looking at", path):
+            _core.object_status(path, wait_s=wait_s)
+
     @property
     def endpoint(self) -> str | None:
         """The URL of the service if options or the environment name one."""

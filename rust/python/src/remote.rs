@@ -7,9 +7,9 @@ use crate::records::{
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
-use reshard_core::Result;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
+use reshard_core::{Error, Kind, Result};
 use reshard_remote::folder::{self, Found};
 use reshard_remote::object::{self, Object};
 use reshard_remote::upload;
@@ -19,10 +19,11 @@ use reshard_remote::{lifecycle, unfinished};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often signals are handled while a request waits.
 const TICK: Duration = Duration::from_millis(50);
+const ETIMEDOUT: i32 = 110;
 
 /// Runs a request on a thread of its own, and handles signals meanwhile. An interrupted request ends by itself.
 fn wait<T: Send + 'static>(
@@ -99,13 +100,24 @@ impl RemoteObject {
     }
 }
 
+/// What has a name. After `wait_s` no answer counts, and the request ends by itself.
 #[pyfunction]
+#[pyo3(signature = (url, *, wait_s=None))]
 pub(crate) fn object_status<'py>(
     py: Python<'py>,
     url: &str,
+    wait_s: Option<f64>,
 ) -> PyResult<Option<Bound<'py, PyTuple>>> {
     let address = address(py, url)?;
-    let found = wait(py, move || folder::stat(&address))?;
+    let begun = Instant::now();
+    let in_time = |py: Python<'_>| match wait_s {
+        Some(wait_s) if begun.elapsed().as_secs_f64() >= wait_s => {
+            let message = format!("looking at {url}: no answer within {wait_s} s");
+            raise(py, Err(Error::new(Kind::Io, message).errno(ETIMEDOUT)))
+        }
+        _ => Ok(()),
+    };
+    let found = wait_and(py, move || folder::stat(&address), in_time)?;
     found.map(|found| status_of(py, found)).transpose()
 }
 
