@@ -334,4 +334,6 @@ def test_a_rank_that_no_launcher_tells_is_refused(
 
 @pytest.mark.slow(disk=False)
 def test_the_share_of_the_command(tmp_path: Path, source: Path) -> None:
-    assert json.loads(converted(source, tmp_path / "x", "--share", "1/3").stdout)["pending"] == [0, 2]
+    said = json.loads(converted(source, tmp_path / "x", "--share", "1/3").stdout)
+    assert said["pending"] == [0, 2]
+    assert said["share"] == "1/3"

@@ -317,7 +317,8 @@ def run_conversion(
     # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
     if as_json:
-        echo_json({**dataclasses.asdict(report), "warnings": warnings})
+        of_share = {} if given["share"] is None else {"share": "{}/{}".format(*given["share"])}
+        echo_json({**dataclasses.asdict(report), "warnings": warnings, **of_share})
         return
     if report.pending:
         own, of = given["share"]

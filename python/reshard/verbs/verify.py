@@ -285,7 +285,7 @@ def _verify(
         raise UnsupportedError(
             f"{show(str(target))} has no manifest: `on` divides the files that a manifest lists between processes",
             path=str(target),
-            hint="leave `on` out",
+            hint="leave `on=` out",
         )
     meter = Meter(grow, advance)
     results = []
