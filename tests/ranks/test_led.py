@@ -336,6 +336,7 @@ def test_a_rank_that_nobody_started_or_that_does_not_know_rank_0_is_refused(
 
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # the command sets it
     result = CliRunner().invoke(main, ["verify", str(run), "--on", "ranks"])
     assert result.exit_code == 1
     assert "no launcher has started this process" in result.output

@@ -114,7 +114,7 @@ def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -
     path = file_of(folder)
     is_there = path.exists()
     is_log = generation_of(folder.name) is not None and path.parent.objects is not None
-    if not is_log and not path.parent.is_local:
+    if not is_log and path.parent.objects is not None:
         raise StorageError(
             f"{show(str(path))} is not written: no run saves into this root, which was copied into a bucket",
             path=str(path),

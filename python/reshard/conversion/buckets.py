@@ -468,7 +468,7 @@ def home_of(file: Location) -> Location:
 
     Example:
         >>> home_of(locate("model.safetensors"))
-        Location('.reshard.share-file-74e88abe1d5c3aa2.staging')
+        Location('.reshard.share-file-0c72eb262e7eab23.staging')
     """
     digest = hashlib.blake2b(file.name.encode(), digest_size=8).hexdigest()
     return file.parent / staging_name(f"share-file-{digest}")

@@ -150,7 +150,7 @@ class Part(NamedTuple):
 
 
 def cut(
-    sizes: Sequence[int], n_shares: int, whole: Collection[int] = (), min_bytes: int = MIN_CUT_BYTES
+    sizes: Sequence[int], n_shares: int, whole: Collection[int] = (), min_bytes: int | None = None
 ) -> list[list[Part]]:
     """The parts of files that each share writes: as many bytes for each, in the order of the files.
 
@@ -158,7 +158,7 @@ def cut(
         sizes: bytes of the arrays of each file.
         n_shares: how many shares there are.
         whole: numbers of files that have no parts.
-        min_bytes: files with fewer bytes have none either.
+        min_bytes: files with fewer bytes have none either; None: `MIN_CUT_BYTES`.
 
     Example:
         >>> [[part.file for part in share] for share in cut([10, 40, 30, 10], 2)]
@@ -167,11 +167,12 @@ def cut(
         [[(0, 40)], [(40, 80)]]
     """
     shares: list[list[Part]] = [[] for _ in range(n_shares)]
+    least = MIN_CUT_BYTES if min_bytes is None else min_bytes
     total = sum(sizes) + len(sizes)  # empty files are spread, too
     bounds = [total * index // n_shares for index in range(1, n_shares)]
     start = 0
     for number, size in enumerate(sizes):
-        if number in whole or size < min_bytes:
+        if number in whole or size < least:
             shares[bisect_right(bounds, start + size // 2)].append(Part(number, 0, size, is_whole=True))
         else:
             index, at = bisect_right(bounds, start), 0
