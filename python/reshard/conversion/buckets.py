@@ -219,8 +219,8 @@ class BucketFolder:
         """The ID of the upload of a file. Raises DamagedFileError: the claim names none."""
         if name not in self.uploads:
             raise DamagedFileError(
-                f"{show(str(self._home / self._claims[-1].name))} names no upload of {show(name)}",
-                path=str(self._home / self._claims[-1].name),
+                f"{show(str(self._claim))} names no upload of {show(name)}",
+                path=str(self._claim),
                 hint="convert again with `overwrite=True`",
             )
         return self.uploads[name].id
@@ -266,6 +266,11 @@ class BucketFolder:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_SECONDS)
+
+    @property
+    def _claim(self) -> Location:
+        """The claim of this conversion."""
+        return self._home / self._claims[-1].name
 
     @property
     def claim_name(self) -> str:
@@ -402,13 +407,13 @@ class BucketFolder:
 
     def ask(self) -> None:
         """Learn within seconds whether the service answers, before a clean-up. Raises StorageError."""
-        self._store.ask(str(self._home / self._claims[-1].name), wait_s=_ANSWER_SECONDS)
+        self._store.ask(str(self._claim), wait_s=_ANSWER_SECONDS)
 
     def _say_left(self, error: BaseException | None, failed: ReshardError) -> None:
         """Say in an error that what was written could not be removed."""
         what = (
             f"what was written to {show(str(self._place))} may be left, with its claim "
-            f"{show(str(self._home / self._claims[-1].name))} and unfinished uploads, as it could not be removed "
+            f"{show(str(self._claim))} and unfinished uploads, as it could not be removed "
             f"({failed.message})"
         )
         hint = "`overwrite=True` replaces what is left"

@@ -68,6 +68,11 @@ class File:
     request: _core.Request
     container: _core.Container | None = None
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether it holds sums of its arrays."""
+        return self.container is not None and bool(self.container[2])
+
 
 @dataclass(frozen=True)
 class Options:
@@ -536,7 +541,7 @@ def _publish_shares(
         by_name = {file.name: file for file in files}
         ordered = [by_name[name] for name in names]
         sizes = file_sizes(job, ordered)
-        with_sums = [number for number, one in enumerate(ordered) if one.container is not None and one.container[2]]
+        with_sums = [number for number, one in enumerate(ordered) if one.has_sums]
         parts = cut_files(sizes, shared.share.count, with_sums)
         if shared.is_sent:
             if not bucket.join(shared.folder.name, 0.0):
@@ -559,9 +564,8 @@ def _publish_shares(
                 bucket.write_beside()
                 bucket.begin_uploads({ordered[part.file].name for some in parts for part in some if not part.is_whole})
                 bucket.prepared()
-            except (
-                DestinationExistsError
-            ) as error:  # another one has taken over, perhaps a share of the same conversion
+            except DestinationExistsError as error:
+                # Another one has taken over, perhaps a share of the same conversion.
                 bucket.end_uploads()
                 if shared.spread is not None or not bucket.join(shared.folder.name):
                     bucket.undo(error)
@@ -606,7 +610,7 @@ def _idle(job: Job, shared: Shared, files: list[File]) -> list[str]:
     n_shares = shared.share.count
     if shared.is_sent or shared.share.index > 0 or len(files) > n_shares:
         return []
-    with_sums = [file for file in files if file.container is not None and file.container[2]]
+    with_sums = [file for file in files if file.has_sums]
     if max(file_sizes(job, with_sums), default=0) < _LARGE_FILE_BYTES:
         return []
     words = f"{n_shares} shares write {counted(len(files), 'file')}, each by one process, so some write none"

@@ -97,6 +97,17 @@ class Shared:
     is_sent: bool = False
 
 
+def start_beside(target: Location) -> str:
+    """How the names of folders of shares begin that lie beside a destination.
+
+    Example:
+        >>> from reshard.storage.location import locate
+        >>> start_beside(locate("model.safetensors"))
+        '.model.safetensors.share-'
+    """
+    return f".{target.name[:150]}.{SHARED_PREFIX}"
+
+
 def remove_published(target: Location, own: Location | None) -> None:
     """Remove folders of shares whose files a conversion had published to a destination before it was killed.
 
@@ -106,7 +117,7 @@ def remove_published(target: Location, own: Location | None) -> None:
     """
     if not target.is_local or not target.exists():
         return
-    places = [(target.parent, f".{target.name[:150]}.{SHARED_PREFIX}")]
+    places = [(target.parent, start_beside(target))]
     if target.is_folder():
         places += [(target, f".reshard.{SHARED_PREFIX}"), (target / STAGING_FOLDER, SHARED_PREFIX)]
     for folder, start in places:

@@ -23,7 +23,7 @@ from reshard.conversion.buckets import home_of
 from reshard.conversion.destinations import Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.library_model import fp8_weights, model_of, not_saved, published_shapes
-from reshard.conversion.shares import Share, Shared, digest_of, remove_published
+from reshard.conversion.shares import Share, Shared, digest_of, remove_published, start_beside
 from reshard.conversion.writer import Settings
 from reshard.errors import (
     ArgumentError,
@@ -861,7 +861,7 @@ def _shared(job: Job, share: Share, asked: ConvertOptions, writer: Writer) -> Sh
     if not job.target.is_local:
         home = home_of(job.target) if writer.is_one_file(job.target) else job.target
         return Shared(share, home / staging_name(f"{SHARED_PREFIX}{digest}"))
-    beside = job.target.parent / f".{job.target.name[:150]}.{SHARED_PREFIX}{digest}.staging"
+    beside = job.target.parent / f"{start_beside(job.target)}{digest}.staging"
     # An existing folder may be a mount. A folder created since the first share began has no effect.
     if job.target.is_folder() and not beside.is_folder():
         return Shared(share, job.target / staging_name(f"{SHARED_PREFIX}{digest}"))
