@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from tests.helpers.bucket_runs import arrays, check, iterations, run
+from tests.helpers.bucket_runs import arrays, check, iterations, run, train
 from tests.helpers.small_saves import fork
 from tests.helpers.threads import in_threads
 from tests.servers.proxy import Fault, Proxy, before_server
@@ -140,24 +140,6 @@ def test_ranks_save_and_others_resume(place: tuple[str, Proxy]) -> None:
 
 @pytest.mark.slow(disk=False)
 def test_a_checkpointer_saves_in_the_background_and_resumes(place: tuple[str, Proxy]) -> None:
-    torch = pytest.importorskip("torch")
-    from reshard.torch import Checkpointer
-
-    def train(root: str, until: int) -> tuple[int, float]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        with Checkpointer(root, save_every=2, keep=2, signals=()) as checkpointer:
-            first = checkpointer.resume(model=model, optimizer=optimizer).initial_step
-            for step in range(first + 1, until + 1):
-                loss = model(torch.ones(3, 8)).pow(2).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                checkpointer.step(step)
-        forget_all()
-        return first, loss.item()
-
     url, _ = place
     assert train(url, 6)[0] == 0
     first, loss = train(url, 12)
