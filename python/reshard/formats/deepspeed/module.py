@@ -123,7 +123,8 @@ class Module:
                 "%s: %s are left out: the files hold only placeholders of them", first.file.parent, listed(unknown)
             )
         if is_partitioned:
-            divided = {name: shape for name, shape in frozen.items() if name not in set(whole)}
+            known = set(whole)
+            divided = {name: shape for name, shape in frozen.items() if name not in known}
             if divided:
                 _add_fragments(files, divided, tensors)
             whole += divided
@@ -133,12 +134,14 @@ class Module:
 def _add_fragments(files: Sequence[StateFile], shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
     """Add tensors of which each rank holds an equal part. Errors as `Module.add`."""
     numbers = [tensors.number(file.file) for file in files]
-    different = list({id(file.tensors): file for file in reversed(files)}.values())
+    different: dict[int, StateFile] = {}  # equal files of ranks share their tensors, and the first one is checked
+    for file in files:
+        different.setdefault(id(file.tensors), file)
     for name, shape in shapes.items():
         path = f"{_FRAGMENTS}{name}"
         part = -(-math.prod(shape) // len(files))
         dtype = files[0].tensors.get(path, ("",))[0]
-        for file in reversed(different):
+        for file in different.values():
             if file.tensors.get(path) != (dtype, (part,)):
                 raise damaged(
                     file.file,
