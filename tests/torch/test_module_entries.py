@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from tests.helpers.cases import slow
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import reshard
 from reshard.errors import MismatchError, UnsupportedError
+from reshard.formats.state import digest_of
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -74,6 +76,32 @@ def check(
     assert found.keys() == expected.keys()
     for name, one in expected.items():
         assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
+
+
+class Values(nn.Linear):
+    """Adds values that are not equal to themselves, or have no single truth value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        self.kept: Any = {"worst": float("nan"), "bins": np.full(3, value), "means": [torch.full((2,), value)]}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": one for name, one in self.kept.items()})
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.kept = {name: state.pop(f"{prefix}{name}") for name in self.kept}
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_entries_that_hold_arrays_and_nan_come_back(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, signals=()) as checkpointer:
+        checkpointer.resume(model=Values(1.0))
+        checkpointer.save(1, blocking=True)
+    second = Values(2.0)
+    with Checkpointer(tmp_path, signals=()) as checkpointer:
+        assert checkpointer.resume(model=second).initial_step == 1
+    assert digest_of(second.kept) == digest_of(Values(1.0).kept)
 
 
 @pytest.mark.parametrize("kind", [Overridden, Hooked, Whole])

@@ -208,3 +208,83 @@ def test_torchao_sharded(kind: str, tmp_path: Path) -> None:
     with Job(2, widen) as job:
         told = job.outcomes()
     assert all("cannot be resharded or converted" in str(one) for one in told), told
+
+
+class Counting(torch.optim.SGD):
+    """Keeps state that belongs to no parameter, as `state_dict()` of torch saves it: it scales the steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        state["n"] = state.get("n", 0) + 1
+        state.setdefault("means", {"of all": [torch.zeros(3)]})["of all"][0].add_(state["n"])
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(state["means"]["of all"][0][0])
+        return super().step(closure)
+
+
+def counting(parameters: Any) -> Counting:
+    return Counting(parameters, lr=0.1, momentum=0.9)
+
+
+def test_state_of_no_parameter_is_restored(tmp_path: Path) -> None:
+    found: list[Counting] = []
+
+    def made(parameters: Any) -> Counting:
+        found.append(counting(parameters))
+        return found[-1]
+
+    check(tmp_path, made)
+    whole, cut = found[0].state_dict()["state"], found[-1].state_dict()["state"]
+    assert whole["n"] == cut["n"] == 4
+    assert torch.equal(whole["means"]["of all"][0], cut["means"]["of all"][0])
+
+
+def test_state_of_no_parameter_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    def begun(parameters: Any) -> Counting:
+        optimizer = counting(parameters)
+        optimizer.state["seen"] = 0  # type: ignore[index]
+        return optimizer
+
+    run(tmp_path / "run", counting, 1)
+    with pytest.raises(MismatchError, match="lacks the state of the optimizer that belongs to no parameter: `seen`"):
+        run(tmp_path / "run", begun, 2)
+
+
+def test_a_name_map_does_not_drop_state_of_no_parameter(tmp_path: Path) -> None:
+    run(tmp_path / "run", counting, 1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    names = {"rules": [{"from": name, "to": name} for name in ("0.weight", "0.bias", "1.weight", "1.bias")]}
+    start = {"path": tmp_path / "run", "fresh_optimizer": False, "names": names}
+    with pytest.raises(ReshardError, match="the optimizer has state besides tensors, which a name map does not rename"):
+        Checkpointer(tmp_path / "new", signals=()).resume(
+            model=model, optimizer=counting(model.parameters()), init_from=start
+        )
+
+
+@pytest.mark.slow(disk=False)
+def test_state_of_no_parameter_is_compared_between_ranks(tmp_path: Path) -> None:
+    def work(group: Any) -> str:
+        model = nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state: Any = optimizer.state
+        texts = []
+        for step, n in ((1, 5), (2, 5 + group.rank)):
+            state["n"] = n
+            checkpointer = Checkpointer(tmp_path / str(step), save_every=1, signals=(), group=group)
+            try:
+                checkpointer.resume(model=model, optimizer=optimizer)
+                checkpointer.save(step, blocking=True)
+                texts.append("saved")
+            except ReshardError as error:
+                texts.append(str(error.message))
+        return "; ".join(texts)
+
+    with Job(2, work) as job:
+        found = job.values()
+    message = (
+        "the state of optimizer 0 that belongs to no parameter differs between ranks: `n` is 5 on rank 0, 6 on rank 1"
+    )
+    assert found == [f"saved; {message}"] * 2

@@ -66,6 +66,8 @@ class OptimizerRecord:
         plain: slots, of `slots` and `local`, of plain tensors in the state of a DTensor parameter, by parameter name;
             without counters.
         state: state values that are not tensors: `{name: {slot: value}}`.
+        shared: the class of each optimizer whose state has entries that belong to no parameter, and these entries, by
+            its number.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -73,10 +75,12 @@ class OptimizerRecord:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     local: dict[str, tuple[str, ...]] = field(default_factory=dict)
     plain: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    shared: dict[int, tuple[str, dict[Any, Any]]] = field(default_factory=dict)
 
     def to_value(self) -> dict[str, Any]:
         """The record as plain values."""
-        more = {"local": _rows(self.local), "plain": _rows(self.plain)}
+        shared = [[number, kind, entries] for number, (kind, entries) in self.shared.items()]
+        more = {"local": _rows(self.local), "plain": _rows(self.plain), "shared": shared}
         return {
             "groups": self.groups,
             "slots": _rows(self.slots),
@@ -107,9 +111,10 @@ class OptimizerRecord:
                 for group in value["groups"]
             ]
             state = {str(name): dict(values) for name, values in value["state"].items()}
+            shared = {int(number): (str(kind), dict(entries)) for number, kind, entries in value.get("shared", [])}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise MismatchError(f"`extra` holds an invalid record of the optimizer: {error!r}") from None
-        return cls(groups, slots, state, local, plain)
+        return cls(groups, slots, state, local, plain, shared)
 
 
 def _rows(slots: Mapping[str, tuple[str, ...]]) -> list[list[list[str]]]:
@@ -250,6 +255,8 @@ def record_state(
             before = {} if started is None else dict(started(number, index))
             more = {"started": before} if before else {}
             record.groups.append({"class": live.kind, "index": index, "options": options, "params": names, **more})
+        if entries := shared_entries(live):
+            record.shared[number] = (live.kind, {key: plain(value) for key, value in entries.items()})
         for name, (parameter, _) in live.owned().items():
             state = live.local.state.get(parameter, {})
             invalid = [slot for slot in state if not isinstance(slot, str) or not slot or {".", ":"} & {*slot}]
@@ -268,6 +275,26 @@ def record_state(
             if rest:
                 record.state[name] = rest
     return tensors, record
+
+
+def shared_entries(live: NamedOptimizer) -> dict[Any, Any]:
+    """The entries of the state of an optimizer that belong to no parameter: its `state_dict()` has them, too.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight])
+        >>> optimizer.state["n_steps"] = 3
+        >>> shared_entries(NamedOptimizer(optimizer, optimizer, {id(weight): "w"}))
+        {'n_steps': 3}
+    """
+    return {key: value for key, value in live.local.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def set_shared(live: NamedOptimizer, entries: Mapping[Any, Any]) -> None:
+    """Set such entries, on the device of the first parameter."""
+    first = next((_local_device(p) for group in live.local.param_groups for p in group["params"]), torch.device("cpu"))
+    for key, value in entries.items():
+        live.local.state[key] = _to_device(value, first)
 
 
 def state_tensors(state: Mapping[str, Any], name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -388,6 +415,8 @@ def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
             whole.plain.setdefault(name, slots)
         for name, state in record.state.items():
             whole.state.setdefault(name, state)
+        for number, entries in record.shared.items():
+            whole.shared.setdefault(number, entries)
     return whole
 
 

@@ -13,6 +13,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError, ReshardError
+from reshard.formats.state import digest_of
 from reshard.formats.weight_sets import advice
 from reshard.options import Settings, Strict
 from reshard.torch.dicts import DictState
@@ -22,8 +23,11 @@ from reshard.torch.optimizers import (
     OptimizerRecord,
     StateUpdate,
     first_state,
+    plain,
     saved_groups,
     set_options,
+    set_shared,
+    shared_entries,
     state_tensors,
 )
 from reshard.torch.schedulers import KINDS, kind_of
@@ -83,6 +87,7 @@ class Beside(NamedTuple):
 
 OPTIONS = "the options of the optimizer for"
 OF_MODULES = "the state beside the tensors of"
+SHARED = "the state of the optimizer that belongs to no parameter:"
 
 
 def named(items: Iterable[str | Beside], most: int = 8) -> str:
@@ -388,6 +393,7 @@ class _Restore:
     unfit: list[str] = field(default_factory=list)  # rank-local state that this rank cannot use
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     updates: list[StateUpdate] = field(default_factory=list)
+    entries_shared: list[tuple[NamedOptimizer, Mapping[Any, Any]]] = field(default_factory=list)
     calls: list[tuple[str, Callable[[Any], object], Any]] = field(default_factory=list)  # name, call, state
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
     own_values: dict[str, Any] = field(default_factory=dict)  # entries of `state_dict()` that are no tensors
@@ -451,6 +457,7 @@ class _Restore:
             self.record = OptimizerRecord.from_value(self.extra["optimizer"])
             if has_groups:
                 self._match_groups(optimizers, self.record)
+            self._match_shared(optimizers, self.record)
         given = self._state_arrays(optimizers)
         kinds = {
             name: group["class"] for group in (self.record or OptimizerRecord()).groups for name in group["params"]
@@ -487,6 +494,14 @@ class _Restore:
                 continue
             if not self._is_other_state(update, name, arrays, self._slots_of_torch(known), slots[id(update.group)]):
                 self._match_state(update, name, known, arrays | self.own.arrays.get(known, {}))
+
+    def _match_shared(self, optimizers: Iterable[NamedOptimizer], record: OptimizerRecord) -> None:
+        """Find the state of optimizers that belongs to no parameter."""
+        for number, live in enumerate(optimizers):
+            kind, saved = record.shared.get(number, (live.kind, {}))
+            if kind == live.kind:  # else its parameters were saved with another class, which is an error there
+                self.missing += [Beside(SHARED, str(key)) for key in shared_entries(live).keys() - saved.keys()]
+                self.entries_shared.append((live, saved))
 
     def _slots_of_torch(self, known: str) -> set[str]:
         """The saved slots of a parameter that have names of those of torch's optimizers."""
@@ -999,6 +1014,8 @@ class _Restore:
                     setattr(module, name, filled[id(buffer)])
             for update in self.updates:
                 update.apply(_copy_distributed)
+            for live, entries in self.entries_shared:
+                set_shared(live, entries)
         restored = {**{key: tensor for key, _, tensor in self.fills}, **self.own_values}
         for own in named.own:
             _load_own_entries(own, {name: restored[key] for name, key in own.key_of.items() if key in restored})
@@ -1057,7 +1074,7 @@ def _like(live: Any, value: Any) -> Any:
 
 def _is_same(found: Any, saved: Any) -> bool:
     if not isinstance(saved, torch.Tensor):
-        return not isinstance(found, torch.Tensor) and bool(found == saved)
+        return not isinstance(found, torch.Tensor) and digest_of(plain(found)) == digest_of(plain(saved))
     if not isinstance(found, torch.Tensor) or found.dtype != saved.dtype or found.shape != saved.shape:
         return False
     both = [one.to_local() if hasattr(one, "to_local") else one for one in (found, saved)]

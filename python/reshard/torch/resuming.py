@@ -158,7 +158,7 @@ def initial_state(extra: Mapping[str, Any], init: InitFrom) -> dict[str, Any]:
         return {}
     record = trainer.get("optimizer")
     if init.names is not None:
-        if isinstance(record, dict) and record.get("state"):
+        if isinstance(record, dict) and (record.get("state") or record.get("shared")):
             raise UnsupportedError(
                 "the optimizer has state besides tensors, which a name map does not rename",
                 hint="start with a new optimizer, as `InitFrom` does by default",

@@ -344,6 +344,7 @@ def describe(
         differing = _differing(known)
     unpacked = [(OptimizerRecord.from_value(value.record.unpacked()), ranks) for value, ranks in records]
     if compare:
+        _check_shared_entries(unpacked, own.record, gather)
         check_slots(unpacked, {key for held, _ in of_model for key, one in held.items() if one.cuts or one.reason})
     agreed = _Agreed(
         record=_with_local(merge_records([record for record, _ in unpacked]), local),
@@ -538,7 +539,7 @@ class _RankState:
             tuple(sorted(self.live.named.received)),
         )
         optimizer = self._layouts(self.optimizer)
-        record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
+        record = replace(self.record, state={}, local={}).to_value()
         packed = _Packed.of(record, "options of the optimizer")
         if packed is None:
             raise UnsupportedError(f"the options of the optimizer hold arrays of more than {_MAX_SENT_BYTES} bytes")
@@ -826,6 +827,21 @@ def _check_whole(known: RankValues, sharded: set[str], own: _RankState, gather: 
         lambda name: f"the state of {show(name)} in the optimizer",
         lambda name: difference(state.get(name, MISSING), gather),
         "ranks that hold the same parameter must make the same steps",
+    )
+
+
+def _check_shared_entries(
+    records: Sequence[tuple[OptimizerRecord, Sequence[int]]], own: OptimizerRecord, gather: Gather
+) -> None:
+    """Check that the entries of optimizers that belong to no parameter are equal on the ranks that have them."""
+    _check_shared(
+        [
+            ({str(n): state_format.digest_of(entries) for n, (_, entries) in record.shared.items()}, list(ranks))
+            for record, ranks in records
+        ],
+        lambda number: f"the state of optimizer {number} that belongs to no parameter",
+        lambda number: difference(own.shared.get(int(number), ("", MISSING))[1], gather),
+        "all ranks must make the same steps; an optimizer with its own `state_dict` is saved as an object",
     )
 
 
