@@ -226,7 +226,8 @@ def test_a_parameter_that_is_trained_later_is_saved_from_then_on(tmp_path: Path,
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_an_average_that_needs_no_gradient_is_saved(tmp_path: Path, first: int, caplog: Any) -> None:
+@pytest.mark.parametrize("how", ["itself", "data"])
+def test_an_average_that_needs_no_gradient_is_saved(tmp_path: Path, first: int, how: str, caplog: Any) -> None:
     class WithTeacher(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +245,7 @@ def test_an_average_that_needs_no_gradient_is_saved(tmp_path: Path, first: int, 
             with torch.no_grad():
                 for mean, one in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
                     if step >= first:
-                        mean.lerp_(one, 0.5)
+                        (mean.data if how == "data" else mean).lerp_(one, 0.5)
             checkpointer.step(step)
     assert "teacher.weight" in caplog.text
     with reshard.open(tmp_path) as checkpoint:

@@ -8,6 +8,7 @@ Its values must come from the program or from `init_from`: values that only a ch
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,7 @@ _BLOCK_OF_DEVICE = 1 << 24
 _STEP = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
+_N_SAMPLED = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -235,7 +237,8 @@ class Frozen:
     def update(self, run: Trained, group: Group, timeout: float) -> list[str]:
         """Remove parameters that are trained by now or have changed, all ranks collectively. Returns warnings.
 
-        The first call compares the digests of all, later ones those of tensors that were changed in place or moved.
+        The first call compares the digests of all, later ones those of tensors that were changed in place or moved, or
+        whose sample differs.
 
         Args:
             run: the trained objects.
@@ -290,8 +293,22 @@ def _local(tensor: Any, key: str) -> torch.Tensor:
         return plain_tensor(tensor.to_local() if hasattr(tensor, "device_mesh") else tensor, key).detach()
 
 
-def _state(local: torch.Tensor) -> tuple[int, int]:
-    return local.data_ptr(), local._version  # noqa: SLF001  the only count of changes that torch has
+def _state(local: torch.Tensor) -> tuple[int, int, int]:
+    """What differs if a tensor has moved or changed. torch does not count changes through `.data`: hence the sample."""
+    return local.data_ptr(), local._version, _sample(local)  # noqa: SLF001  there is no public way
+
+
+def _sample(local: torch.Tensor) -> int:
+    """A checksum of elements that are spread over a tensor."""
+    if local.is_meta or not local.numel():
+        return 0
+    local = local.resolve_conj().resolve_neg()
+    local = torch.view_as_real(local) if local.dtype == torch.complex128 else local
+    bits = local.view(_INTEGERS[local.element_size()])
+    n = min(bits.numel(), _N_SAMPLED)
+    places = torch.arange(n, device=bits.device) * bits.numel() // n
+    sampled = bits.reshape(1) if bits.ndim == 0 else bits[torch.unravel_index(places, bits.shape)]
+    return zlib.crc32(sampled.cpu().numpy().tobytes())
 
 
 def candidates(run: Trained, found: Named) -> set[str]:
