@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -173,8 +174,9 @@ def test_full_verification_finds_damage_in_what_is_not_loaded(tmp_path: Path) ->
 # -- saves that fail
 
 
+@pytest.mark.parametrize("options", [{"async_save": False}, {}])
 def test_failed_saves_are_told_and_the_third_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real: Any = save_with
     failing = {2, 3, 5, 6, 7}
@@ -185,7 +187,7 @@ def test_failed_saves_are_told_and_the_third_raises(
         return real(request, *others)
 
     monkeypatch.setattr("reshard.torch.saving.save_with", save)
-    with make(tmp_path, save_every=1, async_save=False) as made:
+    with make(tmp_path, save_every=1, **options) as made:
         trainer = Trainer()
         made.resume(**trainer.parts())
         with caplog.at_level(logging.ERROR, "reshard"):
@@ -200,6 +202,29 @@ def test_failed_saves_are_told_and_the_third_raises(
         with pytest.raises(StorageError, match="no room"):
             made.save(7)
     assert reshard.open(tmp_path).iteration == 4
+
+
+def test_failures_in_the_background_and_before_it_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Any = save_with
+
+    def fail() -> None:
+        raise StorageError("no room", errno=28)
+
+    def save(request: SaveRequest, *others: Any) -> Any:
+        if request.iteration > 3:
+            fail()
+        return real(replace(request, ready=fail) if request.iteration == 3 else request, *others)
+
+    monkeypatch.setattr("reshard.torch.saving.save_with", save)
+    trainer = Trainer()
+    made = make(tmp_path, save_every=1)
+    made.resume(**trainer.parts())
+    trainer.run(made, 1, 4)  # the second failure is that of the save of step 4
+    with pytest.raises(StorageError, match="no room"):
+        trainer.run(made, 5, 5)
+    made.close()
 
 
 def test_a_save_that_fails_was_due_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

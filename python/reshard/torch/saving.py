@@ -101,6 +101,7 @@ class Saver:
     has_mirror: bool = False
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
+    _last: PendingSave[SaveReport] | None = None  # that has succeeded
 
     def begin(self) -> None:
         """Begin the run: hold the steps of its optimizers, if copies overlap with the training."""
@@ -176,10 +177,14 @@ class Saver:
         Raises:
             ReshardError: the state cannot be saved, or `max_failures` consecutive saves have failed.
         """
+        pending = self.run.pending
         try:
             self.wait(self.timeout)
         except (ReshardError, TimeoutError) as error:
             self.failed(error, "the save in the background failed")
+        else:
+            if pending not in {None, self._last}:  # it is the first call after this one has succeeded
+                self._last, self.run.n_failures = pending, 0
         try:
             saved = self.save(step, blocking=not self.is_async)
         except ReshardError as error:
