@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter, OrderedDict, defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import reshard
-from reshard.errors import ArgumentError, DamagedFileError, MismatchError
+from reshard.errors import ArgumentError, DamagedFileError, MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -269,6 +270,42 @@ def test_tensors_of_objects_are_tensors_of_the_checkpoint(tmp_path: Path) -> Non
     shard.write_bytes(data)
     with pytest.raises(DamagedFileError):
         Checkpointer(tmp_path / "run", signals=()).resume(**average(1)[0])
+
+
+class Kept:
+    """An object whose state is a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("wrap", [lambda one: one, reshard.per_rank])
+def test_values_beside_tensors_keep_their_types(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+    """A MultiStepLR keeps its milestones in a Counter."""
+    milestones = {"steps": Counter({30: 1, (1, 2): 2}), "mean": torch.ones(3), "last": nn.Parameter(torch.ones(2))}
+    saved = Kept({"inner": OrderedDict(milestones), "seen": defaultdict(int, a=1), "both": (torch.ones(2), {4})})
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=nn.Linear(1, 1), extra={"kept": wrap(saved)})
+        made.save(1, blocking=True)
+    found = Kept({})
+    Checkpointer(tmp_path, signals=()).resume(model=nn.Linear(1, 1), extra={"kept": wrap(found)})
+    assert found.value["inner"]["steps"] == Counter({30: 1, (1, 2): 2})
+    assert type(found.value["inner"]) is OrderedDict
+    assert (found.value["seen"], found.value["both"][1]) == ({"a": 1}, {4})
+    assert torch.equal(found.value["inner"]["last"], torch.ones(2))
+
+
+def test_a_tensor_without_values_in_an_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="a tensor on device `meta` in the state of an object has no values"):
+        Checkpointer(tmp_path, save_every=1, signals=()).resume(
+            model=nn.Linear(1, 1), extra={"kept": Kept([torch.ones(2, device="meta")])}
+        )
 
 
 def test_an_average_grows_with_its_model_and_an_absent_object_is_reported(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def put_back(state: Any, tensors: Iterable[tuple[tuple[Any, ...], Any]]) -> Any:
             if value is not None:
                 raise MismatchError(f"the saved state of an object has no tensor at {path!r}")
             return places.pop(path)
-        if isinstance(value, dict):
+        if type(value) in (dict, OrderedDict):  # those that `lift` walks; a Counter of pairs counts them
             return type(value)((key, walk(item, (*path, key))) for key, item in value.items())
         if type(value) in (list, tuple):
             return type(value)(walk(item, (*path, number)) for number, item in enumerate(value))

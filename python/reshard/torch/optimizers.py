@@ -454,7 +454,7 @@ def plain(value: Any, *, drop_functions: bool = False) -> Any:
         drop_functions: leave out functions in mappings.
 
     Raises:
-        UnsupportedError: the value contains a distributed tensor.
+        UnsupportedError: the value contains a distributed tensor, or one on device `meta`.
     """
     if isinstance(value, torch.Tensor):
         if hasattr(value, "device_mesh"):
@@ -463,6 +463,8 @@ def plain(value: Any, *, drop_functions: bool = False) -> Any:
                 hint="an optimizer that keeps lists of tensors (LBFGS) works with plain parameters only, and objects "
                 "with distributed tensors in other formats than Checkpoint 1.0",
             )
+        if value.is_meta:
+            raise UnsupportedError("a tensor on device `meta` in the state of an object has no values to save")
         return value.detach().cpu() if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) else value
     if type(value).__name__ == "defaultdict":
         value = dict(value)

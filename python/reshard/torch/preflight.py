@@ -17,6 +17,7 @@ from reshard.errors import ArgumentError, ClaimedError, UnsupportedError
 from reshard.formats.state import dump
 from reshard.resume.parts import object_name
 from reshard.torch.modules import unloaded
+from reshard.torch.optimizers import plain
 from reshard.torch.staging import on_device
 from reshard.values.words import listed, show
 from reshard.verbs.save import SaveRequest, save_with
@@ -97,9 +98,9 @@ def check_state(saver: Saver, described: Described) -> dict[str, Any]:
     for name, value in described.extra.get("objects", {}).items():
         _check_one(value, object_name(name))
     for name, one in run.per_rank.items():
-        _check_one(one.state_dict(), object_name(name))
+        _check_one(plain(one.state_dict()), object_name(name))
     if run.sampler is not None:
-        _check_one(run.sampler.state_dict(), "sampler")
+        _check_one(plain(run.sampler.state_dict()), "sampler")
     extra = saver.beside_tensors(described, run.last, interrupted=False)
     if run.record is not None:
         _check_one(run.record, "environment")

@@ -30,6 +30,7 @@ from reshard.ranks.group import log_error_of_all, session
 from reshard.resume.parts import object_name
 from reshard.torch import rng
 from reshard.torch.exports import SaveExports, export
+from reshard.torch.optimizers import plain
 from reshard.torch.run import NOT_SAVED
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging, on_device
@@ -339,10 +340,10 @@ class Saver:
             ),
         }
         if run.sampler is not None:
-            state_of = run.sampler.state_dict()
+            state_of = plain(run.sampler.state_dict())
             extra["sampler"] = state_of if isinstance(run.sampler, ElasticSampler) else per_rank(state_of)
         if run.per_rank:
-            extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
+            extra["per rank"] = per_rank({name: plain(one.state_dict()) for name, one in run.per_rank.items()})
         by_rank = self.has_rank_folders  # in rank folders, every rank saves the shared state
         if members.rank == 0 or by_rank:
             loss, metrics = run.loss, run.metrics
