@@ -19,7 +19,7 @@ from tests.servers.s3 import BUCKET
 
 import reshard
 from reshard.conversion import buckets, destinations
-from reshard.errors import DamagedFileError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
+from reshard.errors import DamagedFileError, DestinationExistsError, ReshardError, StorageError
 from reshard.ranks.places import ShareRun
 from reshard.storage import remote
 from reshard.storage.changes import temporary_folder
@@ -125,9 +125,6 @@ def test_a_share_that_lost_a_file_is_written_again_and_another_conversion_is_not
     assert reshard.convert(source, str(target), share=(0, 2), **options).pending == ()
     reshard.convert(source, tmp_path / "whole", **options)
     assert objects_of(target) == files_of(tmp_path / "whole")
-    for refused in ({"to": "checkpoint2", "share": (0, 2)}, {"to": "checkpoint2", "on": InProcesses()}):
-        with pytest.raises(UnsupportedError, match="one process writes an iteration of a root"):
-            reshard.convert(source, f"{target}-root", **refused)
 
 
 class InProcesses:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.strategies import cases
 
+from reshard.conversion.shares import SentPart
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import GroupError
 from reshard.formats.checkpoint1 import rank_saves
@@ -26,7 +27,7 @@ from reshard.ranks.collective import Collective
 from reshard.ranks.messages import decode, encode
 from reshard.torch import state
 from reshard.torch.placements import DigitLayout, Row
-from reshard.verbs import load
+from reshard.verbs import convert, load
 from reshard.write.arrays import Fact, FactKind, Facts
 from reshard.write.phases import Messages, Published
 from reshard.write.rank_facts import RankFacts, plan_key
@@ -36,6 +37,7 @@ from reshard.write.shard_files import WrittenFile
 MESSAGES: list[Any] = [
     *(getattr(save._MESSAGES, one.name) for save in (checkpoint1, checkpoint2) for one in dataclasses.fields(Messages)),
     *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
+    *(convert._Sent, convert.ConvertReport, SentPart),
     *(FoundSaves, rank_saves._Report, load._Choice, load._Outcome),
     *(distinct._Entry, *state._PARTS),
     group.ErrorRecord,

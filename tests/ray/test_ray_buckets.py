@@ -149,3 +149,33 @@ def test_a_driver_that_is_interrupted_leaves_nothing_and_what_a_killed_one_leave
     file = folder / name if name.endswith("s") else folder / name / "model.safetensors"
     assert b"".join(file.pieces()) == source.read_bytes()
     assert below(folder) == ({file.path.removeprefix(f"{folder.path}/")}, [])
+
+
+def test_an_iteration_of_a_root_is_written_by_all_workers(
+    cluster: RayCluster, source: Path, folder: Location, tmp_path: Path
+) -> None:
+    """Workers and drivers are killed, and drivers are interrupted."""
+    rng, as_root = random.Random(SEED), ("--to", "checkpoint2", "--overwrite")
+    reshard.convert(source, tmp_path / "alone", to="checkpoint2")
+    files = {one.name: one.read_bytes() for one in (tmp_path / "alone/iteration_00000000").iterdir()}
+    for sent in (None, "worker", signal.SIGINT, signal.SIGKILL, None):
+        conversion = start(cluster, source, folder, *as_root)
+        if sent is not None:
+            workers = until_a_worker_works(cluster, conversion)
+            time.sleep(rng.uniform(0, 0.5))
+        if isinstance(sent, signal.Signals):
+            conversion.send_signal(sent)
+            conversion.communicate(timeout=120)
+            assert conversion.returncode == (130 if sent == signal.SIGINT else -sent)
+            continue
+        if sent is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(workers), signal.SIGKILL)
+        report = ended(conversion)
+        assert len({one["process"] for one in report["shares"]}) > 1
+        with reshard.open(folder) as opened:
+            place = locate(opened.path)
+        for name in files.keys() - {"manifest.json", ".tracked"}:
+            assert b"".join((place / name).pieces()) == files[name], name
+        assert reshard.verify(folder).ok
+        assert below(folder)[1] == []

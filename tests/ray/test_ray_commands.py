@@ -151,14 +151,20 @@ def test_each_command_writes_as_one_process(cluster: RayCluster, places: tuple[s
         assert all(one.endswith("published.json") for one in left) if kind == "bucket" else not left, (words, left)
 
 
-def test_what_a_bucket_refuses_is_said(cluster: RayCluster, places: tuple[str, str], tmp_path: Path) -> None:
-    kind, place = places
-    layout = str(tmp_path / "layout.json")
-    words = ["convert", f"{place}/model", f"{place}/new-run", "--layout", layout, "--iteration", "3", "--on", "ray"]
-    ((code, report, _),) = run_all(cluster, [words])
-    if kind == "folder":
-        assert code == 0, report
-    else:
-        assert code == 1
-        assert "is in a bucket, where one process writes an iteration of a root: " in json.dumps(report)
-        assert {name.split("/")[0] for name in names_below(place)} == {"model", "other", "ranks", "run"}
+def test_an_iteration_of_a_root_is_that_of_one_process(
+    cluster: RayCluster, places: tuple[str, str], tmp_path: Path
+) -> None:
+    _, place = places
+    options = ["--layout", str(tmp_path / "layout.json"), "--iteration", "3"]
+    calls = [["convert", f"{place}/model", f"{place}/{name}", *options] for name in ("one-run", "ray-run")]
+    (_, one, _), (code, report, _) = run_all(cluster, [calls[0], [*calls[1], "--on", "ray"]])
+    assert code == 0, report
+    assert (report["n_files"], report["n_bytes"]) == (one["n_files"], one["n_bytes"])
+    assert len({run["share"] for run in report["shares"]}) == 3
+    found = []
+    for name in ("one-run", "ray-run"):
+        with reshard.open(f"{place}/{name}") as opened:
+            files = content(opened.path)
+        found.append({name: data for name, data in files.items() if name != "manifest.json"})
+    assert found[0] == found[1]
+    assert reshard.verify(f"{place}/ray-run").ok

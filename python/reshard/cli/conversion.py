@@ -29,6 +29,7 @@ from reshard.cli.output import (
 )
 from reshard.ranks.launcher import known_variables, launched
 from reshard.values.words import counted, listed
+from reshard.verbs.convert import is_led as is_led_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,9 @@ class Where(click.ParamType[str]):
         if value not in ("ranks", "ray") and not (value.startswith("ray://") and len(value) > len("ray://")):
             self.fail(f"{value!r} is not ranks, ray or ray://HOST:PORT", param, ctx)
         return str(value)
+
+
+_WAIT_S = 3600.0  # ranks for each other, for a share of 1 GiB
 
 
 @contextlib.contextmanager
@@ -300,7 +304,8 @@ def run_conversion(
         on: "ranks": the share is that of this rank; "ray" or "ray://ADDRESS"; or None.
         given: the other arguments of `reshard.convert`.
     """
-    given["share"] = _share(share, on)
+    own = _share(share, on)
+    is_led = on == "ranks" and is_led_conversion(dst, given.get("to"), has_layout=given.get("layout") is not None)
     given["rename"] = _renames(given["rename"])
     for name in ("pad", "trim"):
         if name in given:
@@ -310,9 +315,11 @@ def run_conversion(
         for group in (reshard.Select, reshard.Files)
     }
     commit = reshard.Commit(durable=not no_sync, private=given.pop("private"))
-    is_first = given["share"] is None or given["share"][0] == 0 or on is None
+    is_first = own is None or own[0] == 0 or on is None
+    given["share"] = None if is_led else own
+    where = on if on != "ranks" or (is_led and own is not None) else None
     bar = progress_bar() if is_first else contextlib.nullcontext()
-    with collected_warnings() as logged, bar as progress, place_of(None if on == "ranks" else on, 0) as place:
+    with collected_warnings() as logged, bar as progress, place_of(where, _WAIT_S) as place:
         report = reshard.convert(src, dst, commit=commit, on=place, progress=progress, **groups, **given)
     # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
@@ -321,8 +328,8 @@ def run_conversion(
         echo_json({**dataclasses.asdict(report), "warnings": warnings, **of_share})
         return
     if report.pending:
-        own, of = given["share"]
-        echo(f"wrote share {own} of {of}; shares still to be written: {listed(report.pending)}")
+        number, of = given["share"]
+        echo(f"wrote share {number} of {of}; shares still to be written: {listed(report.pending)}")
     else:
         echo(f"wrote {shown(report.path)}")
     echo(

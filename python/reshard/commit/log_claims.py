@@ -101,6 +101,20 @@ def check(claim: Claim) -> None:
         raise superseded(claim.root, claim.generation, head)
 
 
+def check_attempt(folder: Location) -> None:
+    """Check, in any process, that an attempt can still be published, and is not. Raises as `check`.
+
+    Args:
+        folder: that of the attempt, in its root.
+    """
+    root, generation = folder.parent, generation_of(folder.name) or 0
+    head = log.head_of(root)
+    if head is None or head.generation != generation:
+        raise superseded(root, generation, head)
+    if head.by_name(folder.name) is not None:
+        raise ClaimedError(f"{show(str(folder))} was published while this process wrote into it", path=str(folder))
+
+
 def superseded(root: Location, generation: int, head: Record | None) -> ClaimedError:
     """The error of a process whose claim is no longer in force.
 
@@ -221,13 +235,7 @@ def _sweep(root: Location, head: Record) -> None:
     known = {one.name for one in head.live} | {one.name for one in head.retired}
     try:
         for entry in root.entries():
-            generation = generation_of(entry.name)
-            if (
-                entry.kind == "folder"
-                and generation is not None
-                and generation < head.generation
-                and entry.name not in known
-            ):
+            if entry.kind == "folder" and _is_older(entry.name, head) and entry.name not in known:
                 log.remove_below(root, entry.name, MANIFEST_FILE)
                 _log.warning("%s: the unfinished save %s is removed", root, entry.name)
         store = root.objects
@@ -243,5 +251,13 @@ def _sweep(root: Location, head: Record) -> None:
         if paths:
             filesystem.announce("remove what older claims have left")
             store.remove_files(paths)
+        if head.n > 1:
+            store.end_uploads(str(root), lambda name: _is_older(name.partition("/")[0], head))
     except ReshardError as error:
         _log.warning("%s: what older saves have left is removed another time: %s", root, error.message)
+
+
+def _is_older(name: str, head: Record) -> bool:
+    """Whether a folder is that of an attempt of an older claim."""
+    generation = generation_of(name)
+    return generation is not None and generation < head.generation

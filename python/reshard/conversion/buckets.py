@@ -206,14 +206,11 @@ class BucketFolder:
 
     def begin_uploads(self, names: Collection[str]) -> None:
         """Begin an upload in parts for each of some files, before `prepared`. Raises StorageError."""
-
-        def begin(name: str) -> None:
-            file = self.target / name
-            self.uploads[name] = Upload(self._store.begin_upload(str(file)), self._before.get(name))
-
-        with ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
-            for begun in [threads.submit(begin, name) for name in names]:
-                begun.result()
+        begun: dict[str, str] = {}
+        try:
+            begin_uploads(self.target, names, begun)
+        finally:
+            self.uploads |= {name: Upload(upload, self._before.get(name)) for name, upload in begun.items()}
 
     def upload_of(self, name: str) -> str:
         """The ID of the upload of a file. Raises DamagedFileError: the claim names none."""
@@ -232,7 +229,7 @@ class BucketFolder:
 
     def end_uploads(self) -> None:
         """End the uploads. Never raises."""
-        _end_uploads(self.target, {(name, one.id) for name, one in self.uploads.items()})
+        end_uploads(self.target, {(name, one.id) for name, one in self.uploads.items()})
         self.uploads.clear()
 
     def join(self, digest: str, seconds: float | None = None) -> bool:
@@ -329,7 +326,7 @@ class BucketFolder:
             start = str(self.target).removeprefix(self._store.root).strip("/")
             names = ((one.key.removeprefix(f"{start}/" if start else ""), one.upload_id) for one in listed)
             found |= {(name, upload) for name, upload in names if name in self._left}
-        _end_uploads(self.target, found)
+        end_uploads(self.target, found)
 
     def _remove(self, names: Sequence[str]) -> None:
         _remove(self.target, names, self.is_commit)
@@ -489,7 +486,27 @@ def _uploads_of(claim: Mapping[str, Any]) -> dict[str, Upload]:
     }
 
 
-def _end_uploads(target: Location, uploads: Collection[tuple[str, str]]) -> None:
+def begin_uploads(target: Location, names: Collection[str], begun: dict[str, str]) -> None:
+    """Begin an upload in parts for each of some files.
+
+    Args:
+        target: the folder.
+        names: the files.
+        begun: gets the ID of each upload, also if a later one fails.
+
+    Raises:
+        StorageError: the service failed.
+    """
+
+    def begin(name: str) -> None:
+        begun[name] = bucket_of(target).begin_upload(str(target / name))
+
+    with ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
+        for one in [threads.submit(begin, name) for name in names]:
+            one.result()
+
+
+def end_uploads(target: Location, uploads: Collection[tuple[str, str]]) -> None:
     """End uploads, by the name of the file and the ID. Never raises: rules of the bucket end what is left."""
     for name, upload in uploads:
         with contextlib.suppress(ReshardError):
@@ -588,7 +605,7 @@ def remove_export(target: Location, root: Location, commits: Collection[str]) ->
                 f"{show(str(target))}: a conversion writes there, or was killed", path=str(target / _CLAIM)
             ) from None
     uploads = (_uploads_of(one.content).items() for one in _claims_in(target))
-    _end_uploads(target, {(name, upload.id) for some in uploads for name, upload in some})
+    end_uploads(target, {(name, upload.id) for some in uploads for name, upload in some})
     names = [name for name, _ in bucket_of(target).below(target.path) if name != _CLAIM]
     _remove(target, names, functools.partial(_is_commit, commits))
     (target / _CLAIM).remove_file()

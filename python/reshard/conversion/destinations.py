@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.known_files import KnownFiles
-    from reshard.conversion.shares import Part, Share, Shared
+    from reshard.conversion.shares import Part, SentPart, Share, Shared
     from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
@@ -160,7 +160,10 @@ class Job:
 
 @dataclass
 class Written:
-    """What was written; `pending`: shares that must be written before anything is published."""
+    """What was written; `pending`: shares that must be written before anything is published.
+
+    `sent` is what a share of an iteration in a bucket has written of each file.
+    """
 
     path: Location
     n_files: int
@@ -168,6 +171,7 @@ class Written:
     pending: list[int] = field(default_factory=list)
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    sent: dict[str, SentPart] = field(default_factory=dict)
 
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:
@@ -211,7 +215,7 @@ def write_files(
             record = small.get(file.name)
             if record is None:
                 before_each()
-                record = _streamed(job.plan(file.request).write, job, folder, file, report)
+                record = streamed(job.plan(file.request).write, job, folder, file, report)
             elif report is not None:
                 report(n_bytes, n_bytes)
             written[file.name] = record
@@ -273,7 +277,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
                     hint="wait for it, or end it",
                 )
             with _removed_on_error(gathered):
-                job.shared.spread(sum(sizes))
+                job.shared.spread(sum(sizes), None)
                 yield fill
         return
     if not job.shared.is_sent:
@@ -337,14 +341,22 @@ def _write_share(
     for part in ranges:
         file, report = files[part.file], progress.of_file(part.end - part.start)
         write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end)
-        one = _streamed(write, job, folder_of(folder, token), file, report)
+        one = streamed(write, job, folder_of(folder, token), file, report)
         records[file.name] = WrittenPart(one.start, one.end, WrittenFile.of(one), tuple(one.sums), token)
     job.source.check_unchanged()
     return records
 
 
-def _streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:
-    """Write a file, or a part of one, with the options of every file."""
+def streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:
+    """Write a file, or a part of one, with the options of every file.
+
+    Args:
+        write: writes it, such as `_core.Plan.write`.
+        job: the conversion.
+        folder: the folder of the file.
+        file: the file.
+        progress: called as `progress(done_bytes, total_bytes)`.
+    """
     options = job.options
     return write(
         str(folder / file.name),
@@ -575,7 +587,7 @@ def _publish_shares(
                 raise
         if shared.spread is not None:
             try:
-                shared.spread(sum(sizes))
+                shared.spread(sum(sizes), None)
                 return _commit_shares(job, bucket, shares, ordered, beside)
             except BaseException as error:
                 if bucket.undo(error):
@@ -660,7 +672,7 @@ def _write_bucket_share(
         file, report = files[part.file], progress.of_file(part.end - part.start)
         upload = bucket.upload_of(file.name)
         write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end, upload=upload)
-        one = _streamed(write, job, bucket.target, file, report)
+        one = streamed(write, job, bucket.target, file, report)
         record.parts[file.name] = SentParts(upload, one.n_bytes, one.end - one.start, one.first_sent, tuple(one.sent))
     job.source.check_unchanged()
     return record

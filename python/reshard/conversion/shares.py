@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from reshard.conversion.source import Source
     from reshard.storage.location import Location
 
+    Spread = Callable[[int, "Begun | None"], list[dict[str, "SentPart"]]]
+
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
 MIN_CUT_BYTES = 1 << 20  # smaller files belong to one share
@@ -81,20 +83,58 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What the process that begins an iteration tells the others.
+
+    Attributes:
+        digest: of the conversion.
+        folder: the name of the folder of the attempt, in the root.
+        uploads: the ID of the upload of each file that several shares write.
+    """
+
+    digest: str
+    folder: str
+    uploads: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """What a share has written of a file.
+
+    Attributes:
+        start: its first byte in the file.
+        end: its end in the file.
+        file: the record of the file, with the checksums of this part only.
+        first: the number of the first part of the upload, from 0.
+        sent: what the service has said of each part of the upload; empty if the file was written at once.
+    """
+
+    start: int
+    end: int
+    file: WrittenFile
+    first: int = 0
+    sent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Shared:
     """A share, and the folder of all shares.
 
     Attributes:
         share: the share.
-        folder: the folder into which all shares write their files.
-        spread: None, or what lets other processes write all shares, given the bytes of the files; this one publishes.
+        folder: the folder into which all shares write their files. Its name has the digest of the conversion. There is
+            none for an iteration of a root in a bucket.
+        spread: None, or what lets other processes write all shares, given the bytes of the files, and for such an
+            iteration what it has begun; this one publishes. It returns what each share has written of such files.
         is_sent: whether another process has made the folder and publishes; this one only writes the share.
+        begun: what the other process has begun.
     """
 
     share: Share
     folder: Location
-    spread: Callable[[int], object] | None = None
+    spread: Spread | None = None
     is_sent: bool = False
+    begun: Begun | None = None
 
 
 def start_beside(target: Location) -> str:

@@ -58,3 +58,14 @@ class ObjectStore(Store):
     @abc.abstractmethod
     def remove_files(self, paths: Sequence[str]) -> None:
         """Remove objects, several at once; no error for those that do not exist. Raises StorageError."""
+
+    def end_uploads(self, path: str, is_ended: Callable[[str], bool]) -> None:
+        """End uploads in parts below a folder that were not completed. A store without any has nothing to do.
+
+        Args:
+            path: the folder.
+            is_ended: returns whether to end the uploads of an object, by its name in the folder.
+
+        Raises:
+            StorageError: the service failed; a rule of the bucket ends what is left.
+        """

@@ -35,6 +35,7 @@ _PIECE_BYTES = 4 << 20
 _MAX_KEPT_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _SECOND_NS = 1_000_000_000
+_LIST_SECONDS = 20.0  # to list unfinished uploads
 _CREATE_PAUSES = (0.1, 1.0, 5.0)  # seconds, before an object that was not created is sent again
 
 
@@ -409,6 +410,15 @@ class RemoteStore(ObjectStore):
         """End an upload that is not to be completed; no error if there is none. Raises StorageError."""
         with failing("ending an upload of", path):
             _core.end_upload(path, upload)
+
+    def end_uploads(self, path: str, is_ended: Callable[[str], bool]) -> None:
+        """See `ObjectStore.end_uploads`."""
+        listed, _ = self.unfinished_uploads([path], is_file=False, wait_s=_LIST_SECONDS)
+        start = "".join(f"{part}/" for part in path.removeprefix(self.root).split("/") if part)
+        for one in listed:
+            name = one.key.removeprefix(start)
+            if is_ended(name):
+                self.end_upload(f"{path}/{name}", one.upload_id)
 
     def unfinished_uploads(
         self, paths: Sequence[str], *, is_file: bool, wait_s: float

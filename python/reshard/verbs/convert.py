@@ -7,11 +7,12 @@ destination, within the memory budget, into a staging folder that is published a
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from reshard import _core, dtypes, opening
 from reshard.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from reshard.conversion.buckets import home_of
 from reshard.conversion.destinations import Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.library_model import fp8_weights, model_of, not_saved, published_shapes
-from reshard.conversion.shares import Share, Shared, digest_of, remove_published, start_beside
+from reshard.conversion.shares import Begun, SentPart, Share, Shared, digest_of, remove_published, start_beside
 from reshard.conversion.writer import Settings
 from reshard.errors import (
     ArgumentError,
@@ -55,7 +56,7 @@ from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.ranks.led import LedRanks
-from reshard.ranks.places import Work, do_shares
+from reshard.ranks.places import ShareRun, Work, do_shares  # reports are decoded by their type hints
 from reshard.ranks.said_once import held_back, release
 from reshard.storage.location import Location, locate, locate_destination
 from reshard.values.argument_types import AnyText, GroupLike, Part, PlaceLike, Progress, Seconds, Size
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, Files, FilesLike
     from reshard.quantised.kinds import Quantised
-    from reshard.ranks.places import Place, ShareRun
+    from reshard.ranks.places import Place
 
 # Ranks of a destination. Planning takes up to 30 microseconds and 4 KiB for each: 4 s and half a GiB without progress.
 _MAX_RANKS = 1 << 17
@@ -253,7 +254,9 @@ def convert(
     """
     if sum(one is not None for one in (group, share, on)) > 1:
         raise ArgumentError("`share`, `group` and `on` exclude each other: each says who writes which share")
-    if isinstance(on, LedRanks):
+    if group is not None and is_led(dst, to, has_layout=layout is not None):
+        group, on = None, LedRanks(resolve(group), timeout)
+    elif isinstance(on, LedRanks) and not is_led(dst, to, has_layout=layout is not None):
         raise ArgumentError("the ranks of a conversion are given as `group`, not as `on`")
     started = time.monotonic()
     with _all_ranks(group, timeout) as share_of_rank:
@@ -278,7 +281,16 @@ def convert(
             threads=threads,
             progress=progress,
         )
-        report = _convert(src, dst, asked, share or share_of_rank, on=on)
+        place = on if on is None or not isinstance(on, LedRanks) or on.group.world_size > 1 else None
+
+        def lead() -> ConvertReport:
+            return _convert(src, dst, asked, share or share_of_rank, on=place)[0]
+
+        if isinstance(place, LedRanks):
+            of_rank = functools.partial(_work, src, dst, replace(asked, progress=None))
+            report = place.led(lead, of_rank, _Sent, ConvertReport)
+        else:
+            report = lead()
     # The shares of other ranks are written by now.
     pending = () if share_of_rank else report.pending
     return replace(report, seconds=time.monotonic() - started, pending=pending)
@@ -291,8 +303,9 @@ def _convert(
     share: tuple[int, int] | None,
     *,
     on: Place | None = None,
-    is_sent: bool = False,
-) -> ConvertReport:
+    sent: _Sent | None = None,
+) -> tuple[ConvertReport, dict[str, SentPart]]:
+    """Convert, or write a share: the report, and what a share has written of an iteration in a bucket."""
     chosen, files, commit = asked.select, asked.files, asked.commit
     if commit.rollback or commit.takeover:
         raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
@@ -304,7 +317,7 @@ def _convert(
     }
     _check_options(writer, target, asked.layout, of_format, is_private=commit.private)
     if not target.is_local:
-        _check_bucket(writer, target, asked, is_shared=share is not None or on is not None)
+        _check_bucket(writer, target, asked, is_shared=share is not None and (sent is None or sent.begun is None))
     for one in several or [source]:
         _check_apart(one, target)
     is_one_file = writer.is_one_file(target)
@@ -420,11 +433,13 @@ def _convert(
         spread = None
         if on is not None:
             share = 0, on.n_shares(sum(file.n_bytes for file in whole.files()))
-            sent = replace(asked, progress=None, threads=asked.threads or on.cpus)
-            work = Work(_sent_share, _Sent(src, dst, sent, share[1]))
+            to_send = replace(asked, progress=None, threads=asked.threads or on.cpus)
 
-            def spread(n_bytes: int) -> None:
-                runs.extend(do_shares(on, work, share[1], n_bytes, asked.progress)[1])
+            def spread(n_bytes: int, begun: Begun | None) -> list[dict[str, SentPart]]:
+                work = _work(src, dst, to_send, _Sent(share[1], begun))
+                results, done = do_shares(on, work, share[1], n_bytes, asked.progress)
+                runs.extend(done)
+                return results
 
         if share is not None:
             resolved = replace(
@@ -441,7 +456,8 @@ def _convert(
                 ),
             )
             shared = _shared(job, Share(*share), resolved, writer)
-            job = replace(job, shared=replace(shared, spread=spread, is_sent=is_sent))
+            begun = None if sent is None else sent.begun
+            job = replace(job, shared=replace(shared, spread=spread, is_sent=sent is not None, begun=begun))
         remove_published(target, None if job.shared is None or not asked.overwrite else job.shared.folder)
         is_all = part_written == "all"
         with_extra = is_all and writer.writes_extra(job)
@@ -473,7 +489,7 @@ def _convert(
         ]
         if part_written == "model" and not selection.is_renamed:
             warnings += _with_entries(whole, job.keys)
-    return ConvertReport(
+    report = ConvertReport(
         path=str(written.path),
         to=writer.name,
         n_tensors=len(job.keys) + (len(job.counters) if writer.counts_counters else 0),
@@ -485,20 +501,49 @@ def _convert(
         warnings=tuple(warnings),
         shares=tuple(runs),
     )
+    return report, written.sent
 
 
-class _Sent(NamedTuple):
-    """A conversion, as another process needs it."""
+@dataclass(frozen=True)
+class _Sent:
+    """What another process says of a conversion that it has begun."""
 
-    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    dst: str | os.PathLike[str]
-    asked: ConvertOptions
     n_shares: int
+    begun: Begun | None
 
 
-def _sent_share(sent: _Sent, index: int) -> tuple[int, None]:
+_Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+
+
+def _work(src: _Source, dst: str | os.PathLike[str], asked: ConvertOptions, sent: _Sent) -> Work[_Sent]:
+    return Work(functools.partial(_sent_share, src, dst, asked), sent, dict[str, SentPart])
+
+
+def _sent_share(
+    src: _Source, dst: str | os.PathLike[str], asked: ConvertOptions, sent: _Sent, index: int
+) -> tuple[int, dict[str, SentPart]]:
     """Write a share of a conversion that another process has begun."""
-    return _convert(sent.src, sent.dst, sent.asked, (index, sent.n_shares), is_sent=True).n_bytes, None
+    report, of_files = _convert(src, dst, asked, (index, sent.n_shares), sent=sent)
+    return report.n_bytes, of_files
+
+
+def is_led(dst: str | os.PathLike[str], to: str | None, *, has_layout: bool) -> bool:
+    """Whether one of several ranks has to lead a conversion, as nothing in the destination lets them meet.
+
+    Args:
+        dst: the destination.
+        to: its format, as of `convert`.
+        has_layout: whether a layout is given.
+
+    Raises:
+        ArgumentError, UnsupportedError: the destination or the format does not exist.
+
+    Example:
+        >>> is_led("s3://bucket/run", "checkpoint2", has_layout=False), is_led("run", "checkpoint2", has_layout=False)
+        (True, False)
+    """
+    target = locate_destination(dst)
+    return not target.is_local and writer_for(to, target, has_layout=has_layout).in_root
 
 
 def _bound(job: Job, layout: ModelLayout | None) -> BoundLayout:
@@ -921,10 +966,10 @@ def _check_bucket(writer: Writer, target: Location, asked: ConvertOptions, *, is
     """Refuse what a bucket does not have."""
     if is_shared and writer.in_root:
         raise UnsupportedError(
-            f"{show(str(target))} is in a bucket, where one process writes an iteration of a root: `share`, `group` "
-            "and `on` have no meaning",
+            f"{show(str(target))} is in a bucket, where one process begins and publishes an iteration of a root: with "
+            "`share`, none does",
             path=str(target),
-            hint="leave them out; they share the files of other formats, such as `huggingface`",
+            hint="give `on` or `group`, with which one process leads the others",
         )
     if asked.commit.private or asked.files.modes is not None:
         name = "private" if asked.commit.private else "modes"

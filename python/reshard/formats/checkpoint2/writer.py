@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from dataclasses import replace
@@ -21,6 +22,7 @@ from reshard.conversion.destinations import (
     produced,
     set_original_modes,
 )
+from reshard.conversion.root_shares import write_share, written_by_shares
 from reshard.conversion.writer import Settings, Writer
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
@@ -127,7 +129,10 @@ def _write(job: Job, settings: Settings, iteration: int) -> Written:
     bound, dedup = settings.layout, settings.dedup is not False
     checkpoint2.check_prefix(settings.prefix)
     folder_name = roots.iteration_folder_name(iteration)
-    _check_root_free(job, folder_name)
+    shared = job.shared
+    begun = None if shared is None else shared.begun
+    if begun is None:
+        _check_root_free(job, folder_name)
     plan = plan_layout(
         dtypes_and_parts(job),
         bound,
@@ -141,6 +146,11 @@ def _write(job: Job, settings: Settings, iteration: int) -> Written:
     for warning in plan.warnings[len(bound.warnings) :]:  # warnings of the layout are already logged
         _log.warning("%s", warning)
     sizes = file_sizes(job, files)
+    if shared is not None and begun is not None:
+        return write_share(job, shared, begun, files, sizes)
+    if shared is not None and shared.spread is not None and not job.target.is_local:
+        by_shares = functools.partial(written_by_shares, shared, shared.spread, files, sizes)
+        return _publish(job, settings, plan, by_shares, iteration=iteration, planned_bytes=sum(sizes))
     with produced(job, job.target / folder_name, files, sizes) as fill:
         if isinstance(fill, Written):
             return fill
