@@ -23,7 +23,7 @@ from tests.helpers.ranks import Job, Signal
 from torch._C import _distributed_c10d as c10d
 
 import reshard
-from reshard.cli import main
+from reshard.cli import main, output
 from reshard.commit import manifest as manifests
 from reshard.commit.scrub import scrub_folder
 from reshard.errors import ArgumentError, GroupError
@@ -277,6 +277,33 @@ def test_rank_0_ends_once_all_have_the_report(run: Path) -> None:
 
     with Job(2, work) as job:
         assert job.values() == [True, True]
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("checkpoint", ["run", "none"])
+def test_no_rank_ends_while_rank_0_prints(torchrun: c10d.TCPStore, run: Path, checkpoint: str) -> None:
+    """Launchers end all processes as soon as one of them has ended with an error."""
+    damage(run)
+    has_ended = Signal()
+    verify = command("verify", run.parent / checkpoint, "--json")
+
+    def work(group: TorchGroup) -> Any:
+        write = output._write
+
+        def late(text: str) -> None:
+            time.sleep(1)
+            assert not select.select([has_ended._reader], [], [], 0)[0], "rank 1 has ended"
+            write(text)
+
+        if group.rank == 0:
+            output._write = late
+        code, *printed = verify(group)
+        if group.rank == 1:
+            has_ended.set()
+        return [code, *printed]
+
+    with Job(2, work) as job:
+        assert reports(job.values(), 1)
 
 
 @pytest.mark.slow(disk=False)

@@ -74,10 +74,11 @@ def place_of(on: str | None, timeout: float) -> Iterator[Place | None]:
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the error says why; torch prints its stack as well
     ranks = launched_ranks(timeout)
+    context, nowhere = click.get_current_context(), io.StringIO()
+    context.call_on_close(ranks.end)
     if ranks.group.rank == 0:
         yield ranks
         return
-    context, nowhere = click.get_current_context(), io.StringIO()
     try:
         yield ranks
     finally:

@@ -71,6 +71,7 @@ class LedRanks:
     timeout: float = 3600.0
     is_told: bool = field(default=False, init=False)
     _channel: Group = field(init=False, repr=False, compare=False)
+    _has_last: bool = field(default=False, init=False, repr=False, compare=False)  # the last message of rank 0
 
     @property
     def cpus(self) -> None:
@@ -120,7 +121,7 @@ class LedRanks:
             ReshardError: that of rank 0, on every rank.
             GroupError: a rank did not answer in time; the message names it.
         """
-        self.is_told = False
+        self.is_told = self._has_last = False
         self._channel = session(self.group, "shares of rank 0")
         if self.group.rank == 0:
             try:
@@ -143,6 +144,7 @@ class LedRanks:
                     break
                 done = self._do(sent, decode(_Order, told["order"]))
                 self._channel.gather(encode(done), timeout=self.timeout)
+            self._has_last = True
             with contextlib.suppress(GroupError):
                 self._channel.gather(None, timeout=self.timeout)  # now rank 0, which may serve the store, can end
             if "failed" in told:
@@ -153,9 +155,19 @@ class LedRanks:
             self.is_told = True
             return made
 
+    def end(self) -> None:
+        """Wait until rank 0 calls this, too. A program calls it when it has printed the report.
+
+        Launchers end all processes as soon as one of them has ended with an error: rank 0 may still print.
+        """
+        if self._has_last:
+            with contextlib.suppress(ReshardError):
+                self._channel.broadcast(None, timeout=self.timeout)
+
     def _say_last(self, told: dict[str, Any]) -> None:
         """Send the report or the error to all other ranks, and wait for a moment until they have it."""
         self._channel.broadcast(told, timeout=self.timeout)
+        self._has_last = True
         with contextlib.suppress(GroupError):
             self._channel.gather(None, timeout=min(self.timeout, _END_S))
 
