@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,38 +148,40 @@ def test_an_opened_checkpoint_that_is_modified_in_place_is_refused_and_a_replace
 
 
 @pytest.mark.slow(disk=False)
-def test_two_files_of_an_unfinished_save_are_refused(tmp_path: Path) -> None:
+def test_two_files_of_an_unfinished_save_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing changes while they are read: the program has written one, and writes the other."""
     folder = tmp_path / "model"
     write(folder, 1)
     first, second = sorted(folder.glob("*.safetensors"))
-    now = time.time()
-    for path, age in (second, 30), (folder / "model.safetensors.index.json", 20), (first, 10):
-        os.utime(path, (now - age, now - age))
+    now, waits = time.time_ns(), list[float]()
+    clock = SimpleNamespace(time_ns=lambda: now, sleep=waits.append)
+    monkeypatch.setattr("reshard.formats.weight_map.time", clock)
+
+    def written(path: Path, seconds_ago: int) -> None:
+        at = now - seconds_ago * 1_000_000_000
+        os.utime(path, ns=(at, at))
+
+    written(second, 30)
+    written(folder / "model.safetensors.index.json", 20)
+    written(first, 10)
     convert(folder)  # a copy can have such times
-    assert time.time() - now < 0.9, "this waited"
-    os.utime(first)
+    assert waits == []
+    written(first, 0)
     unfinished = folder / ".tmpAb12Z9"
     unfinished.write_bytes(b"00")
     with pytest.raises(
         MismatchError, match=r"model` changed while it was read: another program is writing `.tmpAb12Z9`"
     ):
         convert_to_folder(folder)
-    os.utime(unfinished, (now - 100, now - 100))
+    written(unfinished, 100)
+    waits.clear()
     convert_to_folder(folder)  # left by a program that was killed
-
-    def save_the_other() -> None:
-        time.sleep(0.2)
-        second.write_bytes(save({"b": np.full(N, 2, np.float32)}))
-
-    os.utime(first)
-    writer = threading.Thread(target=save_the_other)
-    writer.start()
+    assert waits == [1.0]
+    clock.sleep = lambda _: second.write_bytes(save({"b": np.full(N, 2, np.float32)}))  # what is done meanwhile
     with reshard.open(folder) as opened:
         opened.load()
         with pytest.raises(MismatchError, match=rf"`{second}` changed while it was read"):
             opened.check_unchanged()
-    writer.join()
 
 
 def test_a_folder_that_is_removed_as_a_whole_is_read_as_it_was(tmp_path: Path) -> None:

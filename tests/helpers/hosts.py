@@ -118,7 +118,7 @@ class Host:
 
 
 def on_two_hosts(
-    act: Callable[[Host, Host], Any], own: Callable[[str], dict[Path, Path]] = lambda _: {}, seconds: float = 120
+    act: Callable[[Host, Host], Any], own: Callable[[str], dict[Path, Path]] = lambda _: {}, seconds: float = 600
 ) -> Any:
     """What `act` returns, given two hosts.
 

@@ -30,9 +30,10 @@ from torch._C import _distributed_c10d as c10d
 
 from reshard.errors import ReshardError
 from reshard.ranks.group import TorchGroup, resolve
+from reshard.ranks.torch_group import TorchSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.helpers.hosts import Host
 
@@ -55,6 +56,39 @@ class Signal:
             assert ready, "nobody has said it"
             os.read(self._reader, 1)
         os.write(self._writer, b"." * n_times)  # for the next one who waits
+
+
+@contextlib.contextmanager
+def only_missing(absent: int) -> Iterator[None]:
+    """In the process of a rank: deadlines pass once all ranks but one have answered, however long that takes.
+
+    With a timeout that does not pass before, the rank that gathers gives up the absent one alone, and tells the others.
+    """
+    wait = TorchSession._wait
+
+    def wait_for_others(session: TorchSession, keys: Sequence[str], deadline: float, *rest: Any, **given: Any) -> bool:
+        others = [key for key in keys if not key.endswith(f"/{absent}")]
+        if 0 < len(others) < len(keys):
+            assert wait(session, others, deadline), "the others do not answer"
+        if len(others) < len(keys):
+            deadline = time.monotonic() + 0.2
+        return wait(session, keys, deadline, *rest, **given)
+
+    TorchSession._wait = wait_for_others  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        TorchSession._wait = wait  # type: ignore[method-assign]
+
+
+def no_longer_patient() -> None:
+    """In the process of a rank: from now on it waits 2 s for the answers of others, whatever its timeout is."""
+    bounded = TorchSession._bounded
+
+    def briefly(session: TorchSession, kind: str, work: Callable[[str, float], Any], timeout: float) -> Any:
+        return bounded(session, kind, work, min(timeout, 2.0))
+
+    TorchSession._bounded = briefly  # type: ignore[method-assign, assignment]
 
 
 class Job:

@@ -378,16 +378,25 @@ def test_a_pipe_without_a_writer_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("wait", ["to open", "to write"])
 def test_a_pipe_is_read_to_its_end(wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tmp_path / "pipe.yaml"
+    pipe, reads = tmp_path / "pipe.yaml", threading.Event()
     os.mkfifo(pipe)
+    writer_end: Path | int = pipe
     if wait == "to write":
+        writer_end = os.open(pipe, os.O_RDWR)  # opened before the reader does, which this does not wait for
         monkeypatch.setattr("reshard.storage.inputs._WRITER_SECONDS", 0.05)
+        set_blocking = os.set_blocking
+
+        def read(*args: Any) -> None:
+            set_blocking(*args)
+            reads.set()
+
+        monkeypatch.setattr(os, "set_blocking", read)
 
     def write() -> None:
         if wait == "to open":
             time.sleep(0.05)
-        with pipe.open("w") as file:
-            time.sleep(0.2 if wait == "to write" else 0.0)
+        with open(writer_end, "w") as file:  # noqa: PTH123  it may be a descriptor
+            assert wait == "to open" or reads.wait(60)
             for part in ("mesh: {tp: 2}\n", "rules: []\n" + "#" * 100_000):
                 file.write(part)
                 file.flush()

@@ -56,7 +56,7 @@ def test_an_option_that_differs_is_refused_in_a_save(option: dict[str, Any], tmp
             {"b": np.zeros(2)},
             group=group,
             layout={"mesh": {"dp": 2}, "rules": [{"match": "*"}]},
-            timeout=9,
+            timeout=60,
             **(option if group.rank else {}),
         ),
     )
@@ -83,7 +83,7 @@ def test_arguments_of_a_run_that_differ_are_refused_before_the_first_step(
     def work(group: Any) -> Any:
         other = group.rank == 1
         given = made if other else {"save_every": 4}
-        with Checkpointer(tmp_path / "run", group=group, signals=(), timeout=9, **given) as checkpointer:
+        with Checkpointer(tmp_path / "run", group=group, signals=(), timeout=60, **given) as checkpointer:
             model = torch.nn.Linear(1, 1)
             torch.nn.init.zeros_(model.weight)
             torch.nn.init.zeros_(model.bias)

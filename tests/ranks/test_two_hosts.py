@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from tests.helpers.hosts import INTERFACE, Host, on_two_hosts
-from tests.helpers.ranks import Job, Signal
+from tests.helpers.ranks import Job, Signal, no_longer_patient
 from tests.helpers.training import whole_run
 from torch import nn
 
@@ -86,9 +87,7 @@ def own_folders(tmp_path: Path) -> Callable[[str], dict[Path, Path]]:
 
 
 def test_torchrun_on_two_hosts_and_then_on_the_one_that_is_left(tmp_path: Path, root: Path) -> None:
-    log, last = tmp_path / "log.jsonl", 36
-    expected = whole_run(tmp_path / "whole", 2, "--save-every 100", steps=last).lines
-
+    log = tmp_path / "log.jsonl"
     words = ["--save-every", "30", "--out", str(root), "--log", str(log)]
 
     def launch(host: Host, number: int, address: str) -> subprocess.Popen[bytes]:
@@ -99,26 +98,31 @@ def test_torchrun_on_two_hosts_and_then_on_the_one_that_is_left(tmp_path: Path, 
             command = host.command(sys.executable, "-m", "torch.distributed.run", *meet, *example)
             return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
 
-    def go_on(group: TorchGroup) -> str:
+    def go_on(group: TorchGroup, last: int) -> str:
         del group
         train(arguments([*words, "--steps", str(last)]))
         return socket.gethostname()
 
     def act(a: Host, b: Host) -> list[Any]:
         launched = [launch(host, number, a.name) for number, host in enumerate((a, b))]
-        deadline = time.monotonic() + 60  # other people's processes: there is nothing to wait for but what they leave
-        while not log.exists() or len(log.read_text().splitlines()) < 32:
+        deadline = time.monotonic() + 240  # other people's processes: there is nothing to wait for but what they leave
+        while not list(root.glob("iteration_*")) or len(log.read_text().splitlines()) < 32:
             assert time.monotonic() < deadline, (tmp_path / a.name).read_text()
             time.sleep(0.01)
         b.power_off()
-        failed, _ = (one.wait(60) for one in launched)
-        with Job(2, go_on, hosts=[a, a]) as job:
-            return [failed, *job.values()]
+        failed, _ = (one.wait(240) for one in launched)
+        with reshard.open(root) as found:
+            newest = found.iteration or 0
+        with Job(2, partial(go_on, last=newest + 6), hosts=[a, a]) as job:
+            return [failed, newest, *job.values()]
 
-    assert on_two_hosts(act) == [1, "host-a", "host-a"], (tmp_path / "host-a").read_text()
+    failed, newest, *where = on_two_hosts(act)
+    assert (failed, where) == (1, ["host-a", "host-a"]), (tmp_path / "host-a").read_text()
+    last = newest + 6
+    expected = whole_run(tmp_path / "whole", 2, "--save-every 100000", steps=last).lines
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (resumed,) = (n for n, line in enumerate(lines) if n and line["step"] <= lines[n - 1]["step"])
-    assert lines[resumed]["step"] == 31
+    assert lines[resumed]["step"] == newest + 1
     assert lines[-1]["step"] == last
     assert all(line == expected[line["step"]] for line in lines if line["step"] <= last)
 
@@ -128,17 +132,23 @@ def test_power_of_a_host_fails_in_a_save(root: Path, monkeypatch: pytest.MonkeyP
     """The other host's ranks learn it in time, the old checkpoint stays, and another job goes on without that host."""
     monkeypatch.setattr(claims, "_BEAT_SECONDS", 0.1)
     monkeypatch.setattr(claims, "_WATCH_SECONDS", 1.0)
-    writing = Signal()
+    writing, failed = Signal(), Signal()
+    write = _core.write_arrays
 
     def hang(*_: Any, **__: Any) -> None:
         writing.set()
         signal.pause()
 
+    def go_on_writing(*args: Any, **options: Any) -> Any:
+        failed.wait()
+        no_longer_patient()
+        return write(*args, **options)
+
     def work(group: TorchGroup) -> None:
         save(group, root, 1)
-        if socket.gethostname() == f"host-{lost}":
-            monkeypatch.setattr(_core, "write_arrays", hang)
-        save(group, root, 2, timeout=2)
+        is_lost = socket.gethostname() == f"host-{lost}"
+        monkeypatch.setattr(_core, "write_arrays", hang if is_lost else go_on_writing)
+        save(group, root, 2, timeout=120)
 
     def go_on(group: TorchGroup) -> Any:
         layout = {"mesh": {"tp": 2}, "rules": LAYOUT["rules"]}
@@ -152,6 +162,7 @@ def test_power_of_a_host_fails_in_a_save(root: Path, monkeypatch: pytest.MonkeyP
             writing.wait(2)
             gone.cable(plugged=False)  # or the other host would be told at once
             gone.power_off()
+            failed.set()
             outcomes = job.outcomes()
             assert is_whole(root, 1)
         with Job(2, go_on, hosts=[left, left]) as job:
@@ -204,7 +215,6 @@ def test_cable_is_pulled_and_put_in_again(root: Path) -> None:
 def test_second_job_behind_a_cut_waits_until_the_first_is_gone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who cannot reach the other host cannot know whether it is alive, but for what it does in the shared folder."""
     monkeypatch.setattr(claims, "_BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(claims, "_WATCH_SECONDS", 1.0)
     saved = Signal()
 
     def stay(group: TorchGroup) -> None:
@@ -212,17 +222,18 @@ def test_second_job_behind_a_cut_waits_until_the_first_is_gone(root: Path, monke
         saved.set()
         signal.pause()
 
-    def come(group: TorchGroup) -> str:
+    def come(group: TorchGroup, watch_s: float) -> str:
+        monkeypatch.setattr(claims, "_WATCH_SECONDS", watch_s)
         return told(lambda: reshard.save(root, 2, {"w": WHOLE + 2}, group=group, commit={"durable": False}))
 
     def act(a: Host, b: Host) -> Any:
         with Job(1, stay, hosts=[a]):
             saved.wait()
             a.cable(plugged=False)
-            with Job(1, come, hosts=[b]) as job:
+            with Job(1, partial(come, watch_s=60.0), hosts=[b]) as job:  # until the first beat
                 (refused,) = job.values()
             a.power_off()
-            with Job(1, come, hosts=[b]) as job:
+            with Job(1, partial(come, watch_s=1.0), hosts=[b]) as job:
                 return [refused, *job.values()]
 
     refused, went_on = on_two_hosts(act)
@@ -241,15 +252,16 @@ def test_half_a_checkpoint_on_each_host_is_refused(
 ) -> None:
     if not is_told_to_be_shared:
         monkeypatch.delenv("SHARED_PATHS")
+    monkeypatch.setattr("reshard.formats.checkpoint2.save._VISIBLE_SECONDS", 0.5)
 
     def work(group: TorchGroup) -> list[str]:
         def train() -> None:
-            with Checkpointer(root, save_every=1, signals=(), timeout=1, async_save=False) as made:
+            with Checkpointer(root, save_every=1, signals=(), timeout=60, async_save=False) as made:
                 made.resume(model=nn.Linear(2, 2))
                 for step in range(1, 4):
                     made.step(step)
 
-        return [told(lambda: save(group, root, 1, timeout=1)), told(train)]
+        return [told(lambda: save(group, root, 1, timeout=60)), told(train)]
 
     def act(a: Host, b: Host) -> Any:
         with Job(4, work, hosts=[a, a, b, b]) as job:
@@ -268,11 +280,15 @@ def test_half_a_checkpoint_on_each_host_is_refused(
     assert not [path for path in left if "iteration" in str(path) or ".staging" in str(path)]
 
 
-def test_copies_on_each_host_are_loaded_if_they_are_the_same(tmp_path: Path, root: Path) -> None:
+def test_copies_on_each_host_are_loaded_if_they_are_the_same(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.verbs.load._VISIBLE_SECONDS", 0.5)
+
     def work(_: TorchGroup) -> Any:
         torch.manual_seed(5)
         model = nn.Linear(2, 2)
-        with Checkpointer(root, signals=(), timeout=2) as made:
+        with Checkpointer(root, signals=(), timeout=60) as made:
             found: list[Any] = []
             failure = told(lambda: found.append(made.resume(model=model).initial_step))
         return [failure, found, model.weight[0, 0].item()]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tests.servers.proxy import Proxy
     from tests.servers.s3 import S3Server
 
+    from reshard.checkpoint import Checkpoint
+
 pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
 
 SMALL, BETWEEN = 300_000, 5_500_000
@@ -36,22 +38,32 @@ def url(s3: S3Server, tmp_path: Path) -> str:
     return "s3://reshard/requests/m.safetensors"
 
 
-def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, Fetched]:
-    """Load both small tensors: requests and bytes of the load, and how it was planned."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-    with reshard.open(url) as opened:
+def planned(opened: Checkpoint, proxy: Proxy, below: int = 1 << 62) -> tuple[int, int, Fetched]:
+    """Load both small tensors: ranges and bytes of the load, and how it was planned.
+
+    Repeated until the gap is below a number: on a machine that does other work, answers take long for some time.
+    """
+    end = time.monotonic() + 120
+    while True:
         opened.load(keys=["c"])  # the first requests make connections
         proxy.log.clear()
         found = opened.load(keys=["a", "c"])
         assert {key: one.nbytes for key, one in found.items()} == {"a": SMALL, "c": SMALL}
-        n_bytes = sum(one[3] for one in proxy.log)
-        return len(proxy.log), n_bytes, fetched_so_far()
+        if fetched_so_far().gap_bytes < below or time.monotonic() > end:
+            sizes = {range_: n_bytes for _, _, range_, n_bytes in proxy.log}  # a late request is sent a second time
+            return len(sizes), sum(sizes.values()), fetched_so_far()
+
+
+def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, below: int = 1 << 62) -> tuple[int, int, Fetched]:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    with reshard.open(url) as opened:
+        return planned(opened, proxy, below)
 
 
 @pytest.mark.slow(disk=False)
 def test_a_gap_is_read_where_a_request_takes_longer(url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with before_server(s3.port) as proxy:
-        n_requests, n_bytes, near = load(url, proxy, monkeypatch)
+        n_requests, n_bytes, near = load(url, proxy, monkeypatch, BETWEEN)
     assert near.gap_bytes < BETWEEN
     assert (n_requests, n_bytes) == (2, 2 * SMALL)
     with before_server(s3.port) as proxy:
@@ -93,17 +105,10 @@ def test_a_forked_process_measures_for_itself(url: str, s3: S3Server, monkeypatc
     with before_server(s3.port) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         with reshard.open(url) as opened:
-            opened.load(keys=["c"])
-
-            def gap() -> int:
-                opened.load(keys=["c"])
-                opened.load(keys=["a", "c"])
-                return fetched_so_far().gap_bytes
-
-            near = gap()
+            near = planned(opened, proxy, BETWEEN)[2].gap_bytes
             proxy.before = lambda *_: time.sleep(0.15)
-            far = fork(gap).result(60)
-    assert far > near
+            far = fork(lambda: planned(opened, proxy)[2].gap_bytes).result(60)
+    assert far > BETWEEN > near
 
 
 @pytest.mark.slow(disk=False)

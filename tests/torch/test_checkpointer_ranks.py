@@ -6,7 +6,9 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from reshard.formats.checkpoint2.save import Checkpoint2Prepared
 from reshard.formats.state import PerRank
 from reshard.ranks.group import SingleProcess
 from reshard.torch import Checkpointer
+from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 
 if TYPE_CHECKING:
@@ -248,13 +251,28 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
 
 @pytest.mark.slow(disk=False)
 def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Checkpoint2Prepared.write
+    """It writes a part each second of a clock of its own: the grace is a second and a half."""
+    real, wait, now = Checkpoint2Prepared.write, Saver.wait, time.monotonic()
+    may_write, has_written, n_looks = threading.Semaphore(0), threading.Semaphore(0), 0
 
     def slowly(*args: Any) -> Any:
         for done in range(10):
-            time.sleep(0.2)
+            assert may_write.acquire(timeout=60)
             args[-1](done, 10)
+            has_written.release()
         return real(*args)
+
+    def look(saver: Saver, timeout: float | None = None) -> Any:
+        nonlocal now, n_looks
+        if saver.run.pending is None:
+            return wait(saver, timeout)
+        n_looks += 1
+        if n_looks > 10:
+            return wait(saver, 60)
+        now += 1
+        may_write.release()
+        assert has_written.acquire(timeout=60)
+        return wait(saver, timeout)
 
     def fail() -> None:
         with resumed(tmp_path, save_every=1, interrupts={"grace_s": 1.5}) as (trainer, made, _):
@@ -262,8 +280,11 @@ def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatc
             raise KeyError
 
     monkeypatch.setattr(Checkpoint2Prepared, "write", slowly)
+    monkeypatch.setattr(Saver, "wait", look)
+    monkeypatch.setattr("reshard.torch.saving.time", SimpleNamespace(monotonic=lambda: now))
     with pytest.raises(KeyError):
         fail()
+    assert n_looks >= 10
     assert reshard.open(tmp_path).iteration == 1
 
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.disk
 def join_descriptions() -> None:
     for thread in threading.enumerate():
         if thread.name == "reshard descriptions":
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -101,15 +101,18 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
     is_writing, states = threading.Event(), []
     start, end, abandon = threading.Thread.start, iterations.Descriptions._end, protocol.abandon
     begin = iterations.Descriptions.start
-    waits = threading.Semaphore(0)
+    waits, is_abandoned = threading.Semaphore(0), threading.Event()
 
     def slow(*args: Any, **options: Any) -> object:
         is_writing.set()
         for _ in range({"start": 0, "stop": 1, "twice": 2}[moment]):
-            waits.acquire(timeout=10)
+            waits.acquire(timeout=60)
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+        if moment == "twice":
+            is_abandoned.wait(60)
+        else:
+            time.sleep(0.1)  # for the save to go on, if it does not wait
         try:
             return write_metadata(*args, **options)
         finally:
@@ -117,7 +120,7 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
 
     def watched_begin(descriptions: iterations.Descriptions) -> None:
         begin(descriptions)
-        assert is_writing.wait(10)  # else the save fails before the thread begins, which then writes nothing
+        assert is_writing.wait(60)  # else the save fails before the thread begins, which then writes nothing
 
     def watched_end(descriptions: iterations.Descriptions) -> None:
         waits.release()
@@ -126,12 +129,13 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
     def interrupted_start(thread: threading.Thread) -> None:
         start(thread)
         if thread.name == "reshard descriptions":
-            is_writing.wait(10)
+            is_writing.wait(60)
             raise KeyboardInterrupt
 
     def watched_abandon(attempt: Attempt) -> None:
         states.append(is_writing.is_set())
         abandon(attempt)
+        is_abandoned.set()
 
     monkeypatch.setattr(iterations, "_MANY_LINES", 1)
     monkeypatch.setattr(iterations, "write_metadata", slow)

@@ -218,7 +218,7 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
     found = in_threads(
         2,
         lambda group: reshard.save(
-            root, 1, {"b": np.zeros(2)}, group=group, layout=TP2, files={"dedup": group.rank == 0}, timeout=9
+            root, 1, {"b": np.zeros(2)}, group=group, layout=TP2, files={"dedup": group.rank == 0}, timeout=60
         ),
     )
     assert all("`dedup` is True on rank 0 and False on rank 1" in str(one) for one in found)
@@ -227,7 +227,7 @@ def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
 def save_copies(root: Path, group: Any, **options: Any) -> Any:
     """A tensor of which each rank has a copy of its own; `same` is equal."""
     arrays = {"b": np.full(2, 1.0 + group.rank), "same": np.zeros(3)}
-    saved = reshard.save(root, 1, arrays, group=group, layout=WHOLE2, timeout=9, **options)
+    saved = reshard.save(root, 1, arrays, group=group, layout=WHOLE2, timeout=60, **options)
     return saved if options.get("blocking", True) else saved.result(30)
 
 
@@ -274,7 +274,7 @@ def test_equal_copies_leave_no_trace(tmp_path: Path) -> None:
             {"b": np.ones(2)},
             group=group,
             layout=WHOLE2,
-            timeout=9,
+            timeout=60,
             verify={"may_differ": ["*"]},
             extra={"n": 3},
         )
@@ -291,7 +291,7 @@ def test_arrays_that_are_being_filled_are_summed_when_they_are_ready(tmp_path: P
             array[:] = group.rank if group.rank < 2 else 7
 
         pending = reshard.save(
-            tmp_path, 1, {"b": array}, group=group, layout=WHOLE2, timeout=9, ready=ready, blocking=False,
+            tmp_path, 1, {"b": array}, group=group, layout=WHOLE2, timeout=60, ready=ready, blocking=False,
             rank_local=RankLocal({"codes": array}),
         )  # fmt: skip
         return pending.result(30)
@@ -322,7 +322,7 @@ def test_extra_that_differs_between_ranks(tmp_path: Path, extras: list[dict[str,
     found = in_threads(
         2,
         lambda group: reshard.save(
-            tmp_path, 1, {"b": np.ones(2)}, group=group, layout=WHOLE2, timeout=9, extra=extras[group.rank]
+            tmp_path, 1, {"b": np.ones(2)}, group=group, layout=WHOLE2, timeout=60, extra=extras[group.rank]
         ),
     )
     for one in found:
@@ -337,7 +337,7 @@ def test_ranks_that_write_nothing(tmp_path: Path) -> None:
     reports = in_threads(
         4,
         lambda group: reshard.save(
-            tmp_path, 1, {"global_step": np.int32(8)}, group=group, timeout=9,
+            tmp_path, 1, {"global_step": np.int32(8)}, group=group, timeout=60,
             layout={"mesh": {"dp": 4}, "rules": [{"match": "*"}]},
         ),
     )  # fmt: skip
@@ -356,7 +356,7 @@ def saved_bound(root: Path, layout: Any, model: Any) -> list[Any]:
     return in_threads(
         2,
         lambda group: reshard.save(
-            root, 1, model(group.rank), layout=layout, group=group, commit={"durable": False}, timeout=9
+            root, 1, model(group.rank), layout=layout, group=group, commit={"durable": False}, timeout=60
         ),
     )
 
@@ -435,7 +435,7 @@ def test_hosts_that_share_nothing_are_refused(tmp_path: Path, monkeypatch: pytes
     layout = {"mesh": {"dp": 2}, "rules": [{"match": "*"}]}
 
     def work(group: Any) -> Any:
-        return reshard.save(tmp_path, 1, model, group=group, layout=layout, timeout=9)
+        return reshard.save(tmp_path, 1, model, group=group, layout=layout, timeout=60)
 
     monkeypatch.delenv("SHARED_PATHS", raising=False)
     for error in in_threads(2, work):

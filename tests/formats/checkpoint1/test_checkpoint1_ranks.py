@@ -14,7 +14,7 @@ from tests.helpers import original_reader1 as original
 from tests.helpers.cases import slow
 from tests.helpers.oracle import local_arrays
 from tests.helpers.original_reader import read_shard_file
-from tests.helpers.ranks import Job, Signal
+from tests.helpers.ranks import Job, Signal, no_longer_patient
 from tests.helpers.small_training import Trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,7 +122,7 @@ def _own(rank: int, iteration: int) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, victim: int) -> None:
-    writing, root = Signal(), tmp_path / "checkpoint"
+    writing, killed, root = Signal(), Signal(), tmp_path / "checkpoint"
 
     def work(group: Any) -> Any:
         save(group, root, 5)
@@ -131,8 +131,12 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, victim: int) -> N
             writing.set()
             signal.pause()
 
+        def go_on(done: int, total: int) -> None:
+            killed.wait()
+            no_longer_patient()
+
         try:
-            save(group, root, 10, timeout=4, keep=1, progress=stop if group.rank == victim else None)
+            save(group, root, 10, timeout=120, keep=1, progress=stop if group.rank == victim else go_on)
         except GroupError:
             return "given up"
         return None
@@ -140,6 +144,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, victim: int) -> N
     with Job(4, work) as job:
         writing.wait()
         job.kill(victim)
+        killed.set()
         outcomes = job.outcomes()
     assert [outcome and outcome["value"] for outcome in outcomes] == [
         None if rank == victim else "given up" for rank in range(4)
