@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.servers.doubles import running
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
 from reshard.ranks.group import TorchGroup
+from reshard.storage.changes import try_lock
 from reshard.verbs.convert import ConvertOptions
 
 LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
@@ -106,12 +108,36 @@ def test_a_share_that_was_cut_short_is_written_again_and_one_that_is_there_is_no
     assert content(dst) == content(tmp_path / "whole")
 
 
-def test_shares_of_different_conversions_do_not_meet(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize("options", TARGETS[:2], ids=lambda options: options["to"])
+def test_shares_of_different_conversions_do_not_meet(
+    tmp_path: Path, source: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     dst = tmp_path / "dst"
-    reshard.convert(source, dst, share=(0, 2), **TARGETS[0])
-    assert reshard.convert(source, dst, share=(1, 2), dtype="bfloat16", **TARGETS[0]).pending == (0,)
+    reshard.convert(source, dst, share=(0, 2), **options)
+    assert not caplog.records
+    assert reshard.convert(source, dst, share=(1, 2), dtype="bfloat16", **options).pending == (0,)
     reshard.save_file(arrays() | {"b": np.arange(4)}, source)
-    assert reshard.convert(source, dst, share=(1, 2), **TARGETS[0]).pending == (0,)
+    assert reshard.convert(source, dst, share=(1, 2), **options).pending == (0,)
+    folders = [path for path in tmp_path.rglob("*share-*") if path.is_dir()]
+    assert len(folders) == 3
+    warned = [record.getMessage() for record in caplog.records]
+    assert [sum(str(folder) in one for one in warned) for folder in folders].count(0) == 1  # of the last share
+    assert len(warned) == 3
+    assert all("has shares of another conversion" in one for one in warned)
+
+
+@pytest.mark.slow(disk=False)
+def test_the_last_share_publishes_if_another_process_that_publishes_ends_before(tmp_path: Path, source: Path) -> None:
+    dst = tmp_path / "dst"
+    reshard.convert(source, dst, share=(0, 2), **TARGETS[1])
+    with ThreadPoolExecutor(1) as thread, try_lock(next(tmp_path.glob(".dst.share-*"))) as is_ours:
+        assert is_ours
+        last = thread.submit(reshard.convert, source, dst, share=(1, 2), **TARGETS[1])
+        with pytest.raises(TimeoutError):
+            last.result(1)
+    reshard.convert(source, tmp_path / "whole", **TARGETS[1])
+    assert last.result().pending == ()
+    assert (content(dst), debris(tmp_path)) == (content(tmp_path / "whole"), [])
 
 
 ROOT, FOLDER, PADDED = TARGETS[0], TARGETS[1], {"to": "huggingface", "select": {"pad": {"b": "vocab_size"}}}

@@ -24,6 +24,7 @@ from reshard.conversion.shares import (
     missing,
     place,
     read_record,
+    warn_of_others,
     write_record,
 )
 from reshard.errors import CheckpointNotFoundError, DestinationExistsError
@@ -269,7 +270,10 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         return place(gathered, folder, containers, share.count, durable=job.options.durable)
 
     if job.shared.spread is not None:
-        with made_folder(gathered, mode=job.options.folder_mode, durable=False), committing(gathered) as is_ours:
+        with (
+            made_folder(gathered, mode=job.options.folder_mode, durable=False),
+            committing(gathered, waits=False) as is_ours,
+        ):
             if not is_ours:
                 raise DestinationExistsError(
                     f"another process does this conversion, in {show(str(gathered))}",
@@ -282,6 +286,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         return
     if not job.shared.is_sent:
         make_folders(gathered, job.options.folder_mode)
+        warn_of_others(job.target, gathered)
     elif not gathered.is_folder():
         raise CheckpointNotFoundError(
             f"{show(str(gathered))} is not there, which the process that started the conversion has made: the source "
@@ -304,7 +309,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
     if report.pending or job.shared.is_sent:
         yield report
         return
-    with committing(gathered) as is_ours:
+    with committing(gathered, waits=True) as is_ours:
         yield fill if is_ours else report
 
 

@@ -5,9 +5,10 @@ shares. These write into one folder on the file system of the destination. Its n
 options, so only shares of the same conversion use it. Each writes its files, or its ranges of them, and then
 `share-<i>.json`, the record of their sizes and checksums. The files with ranges lie in a folder with a random name, the
 token, which the first share makes and all records name: files that were removed and made again have another one, so no
-range of an old record is taken for one of the new files. No process waits for another: no claim is held and no message
-is sent. A share that was interrupted is written by calling it again; one with a record is not written again. The files
-are linked into the folder that is published, so that a crash during publication costs no work.
+range of an old record is taken for one of the new files. No process waits for another but for one that publishes: no
+claim is held and no message is sent. A share that was interrupted is written by calling it again; one with a record is
+not written again. The files are linked into the folder that is published, so that a crash during publication costs no
+work.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import secrets
 from bisect import bisect_right
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
     Spread = Callable[[int, "Begun | None"], list[dict[str, "SentPart"]]]
+
+_log = logging.getLogger("reshard")
 
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
@@ -155,16 +159,40 @@ def remove_published(target: Location, own: Location | None) -> None:
         target: the destination.
         own: the folder of this conversion, which is not removed.
     """
-    if not target.is_local or not target.exists():
-        return
+    if target.is_local and target.exists():
+        for folder in _folders_for(target):
+            if folder != own:
+                remove_links(folder, target)
+
+
+def warn_of_others(target: Location, own: Location) -> None:
+    """Log which folders of shares of other conversions to a destination there are.
+
+    Args:
+        target: the destination.
+        own: the folder of this conversion.
+    """
+    for folder in _folders_for(target):
+        if folder != own:
+            _log.warning(
+                "%s has shares of another conversion to %s: of another source or one that was changed meanwhile, with "
+                "other options, or by another version of reshard. Shares that belong together need the same. If no "
+                "process writes it, remove it",
+                show(str(folder)),
+                show(str(target)),
+            )
+
+
+def _folders_for(target: Location) -> Iterator[Location]:
+    """The folders of shares of conversions to a destination. What cannot be listed is left out."""
     places = [(target.parent, start_beside(target))]
     if target.is_folder():
         places += [(target, f".reshard.{SHARED_PREFIX}"), (target / STAGING_FOLDER, SHARED_PREFIX)]
     for folder, start in places:
         with contextlib.suppress(ReshardError):
             for name in folder.names():
-                if name.startswith(start) and folder / name != own:
-                    remove_links(folder / name, target)
+                if name.startswith(start):
+                    yield folder / name
 
 
 def digest_of(source: Source, options: Mapping[str, Any]) -> str:
@@ -432,12 +460,16 @@ def _names(folder: Location) -> list[str]:
 
 
 @contextlib.contextmanager
-def committing(folder: Location) -> Iterator[bool]:
+def committing(folder: Location, *, waits: bool) -> Iterator[bool]:
     """Yield whether this process publishes: no other process is publishing or has published.
 
     If the block ends without an exception, the folder of the shares is removed.
+
+    Args:
+        folder: the folder of the shares.
+        waits: whether to wait while another process publishes. If it fails or is killed, this one publishes.
     """
-    with try_lock(folder) as is_ours:
+    with try_lock(folder, waits=waits) as is_ours:
         yield is_ours
         if is_ours:
             remove_folder(folder)

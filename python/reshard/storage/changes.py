@@ -7,6 +7,7 @@ crash tests stop at, are in `filesystem`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import filecmp
 import os
@@ -179,8 +180,12 @@ def has_same_content(path: os.PathLike[str], other: os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def try_lock(folder: os.PathLike[str]) -> Iterator[bool]:
-    """Lock a folder, without waiting.
+def try_lock(folder: os.PathLike[str], *, waits: bool = False) -> Iterator[bool]:
+    """Lock a folder.
+
+    Args:
+        folder: the folder.
+        waits: whether to wait while another process has the lock.
 
     Yields:
         Whether it is locked; not if it does not exist, another process has the lock, or it was removed meanwhile.
@@ -195,13 +200,23 @@ def try_lock(folder: os.PathLike[str]) -> Iterator[bool]:
         return
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
         else:
-            yield os.path.lexists(folder)
+            yield _is_open(folder, handle)
     finally:
         close_read(handle)
+
+
+def _is_open(folder: os.PathLike[str], handle: int) -> bool:
+    """Whether a folder is the one that is open: it was not removed, and perhaps made again."""
+    try:
+        return os.path.samestat(os.lstat(folder), os.fstat(handle))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return False
+        raise
 
 
 @contextlib.contextmanager
