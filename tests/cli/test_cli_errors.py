@@ -199,6 +199,13 @@ def test_arguments_are_named_as_options(tmp_path: Path, model: Path) -> None:
     assert "give --overwrite" in run("convert", model, tmp_path / "full").stderr
 
 
+def test_options_without_effect_are_refused(model: Path) -> None:
+    result = run("verify", model, "--may-be-infinite", "fc*")
+    assert (result.exit_code, "--may-be-infinite belongs to --health" in result.stderr) == (1, True)
+    result = run("inspect", model, "fc*", "--layout")
+    assert (result.exit_code, "it excludes PATTERN" in result.stderr) == (2, True)
+
+
 def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in (1, 2, 3):
         reshard.save(tmp_path, iteration, {"w": np.zeros(2)}, commit={"durable": False})

@@ -148,6 +148,8 @@ def inspect(
 
     if html is not None and (pattern is not None or as_layout):
         raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
+    if as_layout and pattern is not None:
+        raise click.UsageError("--layout prints the layout of all tensors: it excludes PATTERN")
     if with_stats:
         if html is not None or as_layout:
             raise click.UsageError("--stats prints statistics alone: it excludes --html and --layout")

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     "--may-be-infinite",
     multiple=True,
     metavar="PATTERN",
-    help="Keys that hold infinities on purpose, such as masks. May be given several times.",
+    help="With --health: keys that hold infinities on purpose, such as masks. May be given several times.",
 )
 @read_on
 @command

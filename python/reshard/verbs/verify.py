@@ -161,7 +161,7 @@ def verify(
         since: an older iteration of the root: list the floating-point tensors of the newest iteration, or of the one at
             `path`, that did not change since then, bit for bit. Such tensors are not wrong: whether a parameter is
             trained is not recorded; an optimizer has state for it or not. Implies `health`.
-        may_be_infinite: patterns of keys that hold infinities on purpose, such as masks, as in `Verify`.
+        may_be_infinite: with `health`, patterns of keys that hold infinities on purpose, such as masks, as in `Verify`.
         direct: read shard files past the page cache, if the file system allows it, so that the content of the disk is
             compared.
         threads: number of threads that read.
@@ -181,7 +181,7 @@ def verify(
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the system failed to list the root.
         UnsupportedError: the library of `loads_in` is not installed, or cannot make the model.
-        ArgumentError: `since` is not an older iteration of the same root.
+        ArgumentError: `since` is not an older iteration of the same root; an option belongs to one that is not given.
 
     Example:
         >>> import numpy as np, reshard
@@ -197,6 +197,8 @@ def verify(
     """
     if on is not None and (health or since is not None):
         raise ArgumentError("`on` and `health` exclude each other: values are looked at by one process")
+    if may_be_infinite and not health and since is None:
+        raise ArgumentError("`may_be_infinite` belongs to `health`, which is not given")
     look = functools.partial(
         _verify,
         path,
