@@ -29,7 +29,6 @@ from reshard.cli.output import (
 )
 from reshard.ranks.launcher import known_variables, launched
 from reshard.values.words import counted, listed
-from reshard.verbs.convert import is_led as is_led_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -306,6 +305,8 @@ def run_conversion(
         given: the other arguments of `reshard.convert`.
     """
     own = _share(share, on)
+    from reshard.verbs.convert import is_led as is_led_conversion
+
     is_led = on == "ranks" and is_led_conversion(dst, given.get("to"), has_layout=given.get("layout") is not None)
     given["rename"] = _renames(given["rename"])
     for name in ("pad", "trim"):
