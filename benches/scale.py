@@ -216,6 +216,33 @@ def write_zero(root: Path, n_ranks: int, n_tensors: int, stage: int) -> Figures:
     return {"MB": sum(path.stat().st_size for path in root.iterdir()) / 1e6}
 
 
+def write_fsdp(root: Path, n_ranks: int, n_tensors: int, n_replicas: int) -> Figures:
+    """The file of each rank with DTensors, as verl saves those of FSDP2, which torch makes; replicas are copies."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    root.mkdir()
+    n_parts = n_ranks // n_replicas
+    sizes = (n_replicas, n_parts) if n_replicas > 1 else (n_parts,)
+    placements = [Replicate(), Shard(0)][-len(sizes) :]
+    for rank in range(n_ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n_ranks)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ddp", "fsdp")[-len(sizes) :])
+        state = {}
+        for i in range(n_tensors):
+            whole = tensor(i, n_parts)
+            local = torch.from_numpy(whole[rank % n_parts][None].copy())
+            state[key(i)] = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=torch.Size(whole.shape), stride=(ROW, 1)
+            )
+        torch.save(state, root / f"model_world_size_{n_ranks}_rank_{rank}.pt")
+        dist.destroy_process_group()
+    return {"MB": sum(path.stat().st_size for path in root.iterdir()) / 1e6}
+
+
 def open_and_load_zero(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     """Open a save of ZeRO, and load the slices of weights and states of one rank of eight."""
     figures, found = _open_and_load(root, TP8)
@@ -625,6 +652,12 @@ def main() -> None:
                 shape = f"{n_ranks} ranks x {options.tensors} tensors, two states of each"
                 report(f"ZeRO-{stage}, {shape} (s)", open_and_load_zero, of_zero, n_ranks, options.tensors)
                 shutil.rmtree(of_zero)
+            for n_replicas in (1, n_ranks // 8 // 8 or 1):
+                of_fsdp, n_parts = folder / f"fsdp{n_ranks}_{n_replicas}", n_ranks // n_replicas
+                fresh(write_fsdp, of_fsdp, n_ranks, options.tensors, n_replicas)
+                shape = f"{n_ranks} ranks x {options.tensors} tensors, {n_replicas} copies"
+                report(f"files of FSDP, {shape} (s)", open_and_load, of_fsdp, n_parts, options.tensors)
+                shutil.rmtree(of_fsdp)
             large = folder / f"large{n_ranks}"
             write_large(large, n_ranks, int(options.file_gb * 1e9))
             for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):

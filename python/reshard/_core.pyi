@@ -39,6 +39,7 @@ __all__ = [
     "FlatLines",
     "FolderEntry",
     "GgufTensor",
+    "HeldCopy",
     "Index",
     "IndexPattern",
     "KeyGroup",
@@ -56,6 +57,8 @@ __all__ = [
     "Plan",
     "PlannedArray",
     "PutNew",
+    "RankTensor",
+    "RankTensors",
     "RemoteCounts",
     "RemoteObject",
     "Request",
@@ -68,10 +71,6 @@ __all__ = [
     "StrategyItem",
     "StrategyLayoutItem",
     "Tile",
-    "TorchRankFile",
-    "TorchRegion",
-    "TorchRegions",
-    "TorchShard",
     "TorchTensor",
     "UnfinishedUpload",
     "ValueCounts",
@@ -108,6 +107,7 @@ __all__ = [
     "read_torch_contents",
     "read_torch_file",
     "read_torch_object",
+    "read_torch_ranks",
     "read_torch_shards",
     "remote_counts",
     "remove_objects",
@@ -307,56 +307,37 @@ class TorchTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-class TorchShard(NamedTuple):
-    """A DTensor of a file of `torch.save`. Its local tensor is the tensor of this name in an index of the file.
+class RankTensor(NamedTuple):
+    """A tensor in the file of a rank.
 
     Attributes:
-        name: its path in the object.
-        dtype: its dtype.
-        local: shape of the local tensor.
-        shape: shape of the whole tensor.
-        spec: the object that says how it is divided.
+        path: the file.
+        key: its name in the checkpoint.
+        kind: what torch calls it: tensor, DTensor or ShardedTensor.
+        local: the shape of what is stored.
     """
 
-    name: str
-    dtype: str
+    path: object
+    key: str
+    kind: str
     local: tuple[int, ...]
-    shape: tuple[int, ...]
-    spec: object
 
-class TorchRegion(NamedTuple):
-    """A stored region of a tensor.
+class HeldCopy(NamedTuple):
+    """An array of a rank that is a copy of others.
 
     Attributes:
-        name: its name in an index of the file.
-        offset: its first element in the whole tensor.
+        rank: the rank.
+        file: the number of its file.
+        name: its stored name.
         shape: its shape.
-    """
-
-    name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-class TorchRegions(NamedTuple):
-    """A `ShardedTensor` of a file of `torch.save`.
-
-    Attributes:
-        name: its path in the object.
         dtype: its dtype.
-        shape: shape of the whole tensor.
-        held: the regions that the file holds.
-        all: the regions of all ranks: first element and shape of each, as 64-bit integers.
-        rank: the rank that wrote it.
-        n_ranks: how many ranks there were.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    held: list[TorchRegion]
-    all: bytes
     rank: int
-    n_ranks: int
+    file: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 class DcpObject(NamedTuple):
     """A value in a folder of `torch.distributed.checkpoint` that is no tensor.
@@ -457,21 +438,6 @@ class Strategy(NamedTuple):
     current_stage: int
     parallel_strategy_item: list[StrategyItem]
     parallel_layout_item: list[StrategyLayoutItem]
-
-class TorchRankFile(NamedTuple):
-    """What a file of `torch.save` of one rank holds.
-
-    Attributes:
-        tensors: its tensors.
-        shards: its DTensors.
-        regions: its ShardedTensors.
-        values: `(path, value)` of everything else.
-    """
-
-    tensors: list[TorchTensor]
-    shards: list[TorchShard]
-    regions: list[TorchRegions]
-    values: list[tuple[str, object]]
 
 class KeyGroup(NamedTuple):
     """Keys that differ only in their numbers.
@@ -931,6 +897,7 @@ class Index:
         follow_links: bool = True,
         method: ReadMethod = "auto",
         within: tuple[int, int] | None = None,
+        prefix: str = "",
     ) -> int:
         """A file of `torch.save`, whose tensors are named by their paths.
 
@@ -939,6 +906,7 @@ class Index:
             follow_links: as in `add_file`.
             method: as in `add_file`.
             within: the first byte and the number of bytes, where it lies in another file; None: the whole file.
+            prefix: what stands before the names of its tensors.
         """
 
     def changed_file(self, *, in_place: bool = False) -> ChangedFile | None:
@@ -1805,10 +1773,57 @@ def read_gguf(path: str) -> tuple[dict[str, int | float | str], list[GgufTensor]
 def read_torch_file(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], list[tuple[str, object]]]:
     """The tensors of a file of `torch.save`, and `(path, value)` of everything else."""
 
-def read_torch_shards(path: str, *, follow_links: bool = True) -> TorchRankFile:
-    """The tensors of a file of `torch.save`, its DTensors, its ShardedTensors, and its other values, as
-    `read_torch_file`.
+@final
+class RankTensors:
+    """The tensors in the files of `torch.save` of ranks: parts of tensors, and copies."""
+
+    def tensors(self, file: int | None = None) -> list[RankTensor]:
+        """The tensors of a file, or of all. Those of several files that differ only in where they begin are one.
+
+        Args:
+            file: its position among the files; None: all.
+        """
+
+    def has_values(self) -> list[bool]:
+        """For each file whether it has values that are no tensors."""
+
+    def add_to(self, index: Index, keys: Sequence[str], hint: str) -> list[str]:
+        """Add whole tensors to an index.
+
+        Args:
+            index: with the files.
+            keys: the tensors.
+            hint: what to do if the files do not hold all of a tensor.
+
+        Returns:
+            The keys of those of which several ranks hold copies.
+
+        Raises:
+            DamagedFileError: ranks describe a tensor differently.
+            CoverageError: the parts of a tensor leave a hole, or overlap.
+        """
+
+    def copies(self, key: str) -> list[list[HeldCopy]]:
+        """The groups of arrays that are copies of each other, of a tensor."""
+
+def read_torch_ranks(
+    files: Sequence[tuple[str, int, int]], *, prefix: str = "", n_ranks: int | None = None
+) -> RankTensors:
+    """Read the tensors of files of `torch.save`. Several are read at once.
+
+    Args:
+        files: path, number in the index and rank of each. The rank in the ShardedTensors of a file comes first.
+        prefix: what stands before the names of its tensors in the checkpoint.
+        n_ranks: how many ranks there are by the names of the files, which say the rank, too; None: they say nothing.
+
+    Raises:
+        DamagedFileError: another rank wrote a file than its name says, or several; a local tensor has another shape than
+            its part.
+        UnsupportedError: a placement is not supported.
     """
+
+def read_torch_shards(path: str, file: int) -> tuple[RankTensors, list[tuple[str, object]]]:
+    """The tensors of a file of `torch.save` with this number in an index, and `(path, value)` of everything else."""
 
 def read_torch_contents(paths: Sequence[str], *, follow_links: bool = True) -> list[tuple[list[TorchTensor], object]]:
     """The tensors of each file of `torch.save`, and its object without their content.

@@ -8,6 +8,7 @@ compared before the tensor is first read, in bounded memory.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard import _core, dtypes
@@ -111,13 +112,18 @@ class Replicas:
             copies: by key, groups of arrays that are read as copies of each other.
             hint: for the message about copies that differ.
         """
-        self._copies = {key: of_key for key, of_key in copies.items() if of_key}
+        self._copies = copies
         self._hint = hint
         self._equal: set[str] = set()
-        self._keys_of: dict[tuple[int, str], set[str]] = {}
+
+    @cached_property
+    def _keys_of(self) -> Mapping[tuple[int, str], set[str]]:
+        """The keys of the arrays of each stored array."""
+        keys_of: dict[tuple[int, str], set[str]] = {}
         for key, of_key in self._copies.items():
             for array in (array for group in of_key for array in group):
-                self._keys_of.setdefault((array.file, array.stored), set()).add(key)
+                keys_of.setdefault((array.file, array.stored), set()).add(key)
+        return keys_of
 
     def check(self, index: _core.Index, keys: Iterable[str]) -> None:
         """Compare the copies of which some tensors consist, unless that was done before.
@@ -131,7 +137,7 @@ class Replicas:
             DamagedFileError, StorageError: while reading.
         """
         pending: set[str] = set()
-        for key in keys:
+        for key in keys if self._copies else ():
             if key in self._copies:
                 pending.add(key)
                 continue

@@ -127,6 +127,17 @@ pub(crate) enum Cuts {
 }
 
 impl Cuts {
+    /// The parts with these bounds, which begin with 0 and grow.
+    pub(crate) fn of(bounds: Vec<u64>) -> Self {
+        let n_parts = bounds.len() as u64 - 1;
+        let extent = bounds[bounds.len() - 1];
+        let part = bounds.get(1).copied().unwrap_or_default();
+        if n_parts > 0 && bounds.windows(2).all(|pair| pair[1] - pair[0] == part) {
+            return Self::Even { extent, n_parts };
+        }
+        Self::Listed(bounds)
+    }
+
     pub(crate) fn n_parts(&self) -> u64 {
         match self {
             Self::Even { n_parts, .. } | Self::Blocks(_, n_parts) => *n_parts,

@@ -12,6 +12,7 @@ pub mod metadata;
 pub mod objects;
 pub mod pickle;
 pub mod quantised;
+pub mod rank_tensors;
 pub mod strategy;
 pub mod torch_file;
 pub mod zip;

@@ -15,6 +15,7 @@
 //! Source: `torch/serialization.py` and `torch/_utils.py` of torch 2.15.
 
 pub mod equal;
+pub mod mesh;
 mod regions;
 
 pub use self::regions::Regions;
@@ -665,13 +666,9 @@ impl TorchFile {
     }
 }
 
-/// How the core reads the tensors of a file: each under its path.
-pub fn format() -> Format {
-    format_within(None)
-}
-
-/// As [`format()`], of a file that is a range of another one: its first byte and its size.
-pub fn format_within(range: Option<(u64, u64)>) -> Format {
+/// How the core reads the tensors of a file: each under its path, behind a prefix. The file can be a range of another one:
+/// its first byte and its size.
+pub fn format(range: Option<(u64, u64)>, prefix: String) -> Format {
     Format::Listed(Arc::new(move |source| {
         let window = match range {
             None => Window::whole(source),
@@ -680,6 +677,11 @@ pub fn format_within(range: Option<(u64, u64)>) -> Format {
         let file = TorchFile::read(window)?;
         let mut tensors = Vec::new();
         for (name, leaf) in file.leaves()? {
+            let name = if prefix.is_empty() {
+                name
+            } else {
+                [&prefix, name.as_str()].concat()
+            };
             if !name.is_empty() && !matches!(leaf, Leaf::Other(_)) {
                 check_name(&name).map_err(|error| {
                     error

@@ -379,7 +379,10 @@ fn locate(
     {
         return Err(bad("lies outside the archive"));
     }
-    let header = window.read(entry.header, LOCAL_BYTES)?;
+    // The header and the name behind it in one read: there is one for each tensor.
+    let n_listed = entry.name.len() as u64;
+    let n_read = (LOCAL_BYTES + n_listed).min(directory - entry.header);
+    let header = window.read(entry.header, n_read)?;
     if u32_at(&header, 0) != LOCAL {
         return Err(bad("has no header where the directory says"));
     }
@@ -390,9 +393,7 @@ fn locate(
         .checked_add(entry.n_bytes)
         .filter(|end| *end <= directory);
     let end = end.ok_or_else(|| bad("ends outside the archive"))?;
-    if n_name != entry.name.len() as u64
-        || *window.read(entry.header + LOCAL_BYTES, n_name)? != *entry.name.as_bytes()
-    {
+    if n_name != n_listed || header[LOCAL_BYTES as usize..] != *entry.name.as_bytes() {
         return Err(bad("has another name in its header"));
     }
     let range = (entry.header, end);

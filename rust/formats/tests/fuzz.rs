@@ -7,6 +7,7 @@ use reshard_core::source::{Method, Ranges, Source};
 use reshard_core::{Error, Result};
 use reshard_formats::dcp::{Dcp, index_of, paths};
 use reshard_formats::pickle::Pickle;
+use reshard_formats::torch_file::mesh::Meshes;
 use reshard_formats::torch_file::{Leaf, Sharded, TorchFile};
 use reshard_formats::zip::Window;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -220,7 +221,14 @@ fn read(bytes: Vec<u8>, is_metadata: bool) -> bool {
         return false;
     };
     let mut has_regions = false;
+    let mut meshes = Meshes::new(1);
     for (_, leaf) in leaves {
+        if let Leaf::Sharded(sharded) = &leaf
+            && let Ok(offset) = file.part_offset("w", sharded, &mut meshes)
+        {
+            let mut ends = offset.iter().zip(&sharded.local.shape).zip(&sharded.shape);
+            assert!(ends.all(|((at, n), of)| at + n <= *of));
+        }
         let tensors = match leaf {
             Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) => vec![tensor],
             Leaf::Regions(regions) => {

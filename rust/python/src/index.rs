@@ -199,7 +199,7 @@ impl Index {
         raise(py, self.index.add_files_of(&other.index))
     }
 
-    #[pyo3(signature = (path, *, follow_links=true, method="auto", within=None))]
+    #[pyo3(signature = (path, *, follow_links=true, method="auto", within=None, prefix=String::new()))]
     fn add_torch_file(
         &mut self,
         py: Python<'_>,
@@ -207,9 +207,10 @@ impl Index {
         follow_links: bool,
         method: &str,
         within: Option<(u64, u64)>,
+        prefix: String,
     ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
-        let format = torch_file::format_within(within);
+        let format = torch_file::format(within, prefix);
         Ok(self.index.add_local(path, follow_links, method, format))
     }
 

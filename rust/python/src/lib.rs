@@ -17,6 +17,7 @@ mod metadata;
 mod patterns;
 mod plan;
 mod quantised;
+mod ranks;
 mod records;
 #[cfg(feature = "remote")]
 mod remote;
@@ -51,6 +52,7 @@ mod _core {
         patterns::{Expression, IndexPattern, Patterns, number_groups},
         plan::{Loaded, Plan, write_sums},
         quantised::add_quantised,
+        ranks::{RankTensors, read_torch_ranks},
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{

@@ -78,16 +78,12 @@ pub(crate) static FILE_STATE: Record =
 pub(crate) static CHANGED_FILE: Record = Record::new("ChangedFile", &["path", "opened", "now"]);
 /// A tensor of a file of `torch.save`.
 pub(crate) static TORCH_TENSOR: Record = Record::new("TorchTensor", &["name", "dtype", "shape"]);
-/// A `DTensor` of a file of `torch.save`.
-pub(crate) static TORCH_SHARD: Record =
-    Record::new("TorchShard", &["name", "dtype", "local", "shape", "spec"]);
-/// A stored region of a tensor.
-pub(crate) static TORCH_REGION: Record = Record::new("TorchRegion", &["name", "offset", "shape"]);
-/// A `ShardedTensor` of a file of `torch.save`.
-pub(crate) static TORCH_REGIONS: Record = Record::new(
-    "TorchRegions",
-    &["name", "dtype", "shape", "held", "all", "rank", "n_ranks"],
-);
+/// A tensor in the file of a rank.
+pub(crate) static RANK_TENSOR: Record =
+    Record::new("RankTensor", &["path", "key", "kind", "local"]);
+/// An array of a rank that is a copy of others.
+pub(crate) static HELD_COPY: Record =
+    Record::new("HeldCopy", &["rank", "file", "name", "shape", "dtype"]);
 /// A value of a folder of `torch.distributed.checkpoint` that is no tensor.
 pub(crate) static DCP_OBJECT: Record = Record::new(
     "DcpObject",
@@ -142,9 +138,6 @@ pub(crate) static STRATEGY: Record = Record::new(
         "parallel_layout_item",
     ],
 );
-/// What a file of `torch.save` of one rank holds.
-pub(crate) static TORCH_RANK_FILE: Record =
-    Record::new("TorchRankFile", &["tensors", "shards", "regions", "values"]);
 /// A part of a file that was written.
 pub(crate) static WRITTEN_RANGE: Record = Record::new(
     "WrittenRange",
@@ -355,9 +348,8 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &FILE_STATE,
         &CHANGED_FILE,
         &TORCH_TENSOR,
-        &TORCH_SHARD,
-        &TORCH_REGION,
-        &TORCH_REGIONS,
+        &RANK_TENSOR,
+        &HELD_COPY,
         &DCP_OBJECT,
         &OPENED_DCP,
         &GGUF_TENSOR,
@@ -367,7 +359,6 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &FOLDER_ENTRY,
         &KEY_GROUP,
         &STRATEGY,
-        &TORCH_RANK_FILE,
         &WRITTEN_RANGE,
         &PART_SUM,
         &REMOTE_COUNTS,

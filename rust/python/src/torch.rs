@@ -3,9 +3,8 @@
 
 use crate::errors::raise;
 use crate::index::{Index, parse_method};
-use crate::records::{
-    DCP_OBJECT, OPENED_DCP, TORCH_RANK_FILE, TORCH_REGION, TORCH_REGIONS, TORCH_SHARD, TORCH_TENSOR,
-};
+use crate::ranks::RankTensors;
+use crate::records::{DCP_OBJECT, OPENED_DCP, TORCH_TENSOR};
 use crate::run::run;
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
@@ -19,8 +18,9 @@ use reshard_formats::dcp::folder::{self, Folder};
 use reshard_formats::dcp::{Step, paths};
 use reshard_formats::objects::{Elements, Object, Objects, read_file, read_range, too_many_values};
 use reshard_formats::pickle::{Id, Record};
+use reshard_formats::rank_tensors::{RankFile, ReadFile};
 use reshard_formats::torch_file::equal::{Decoded, Known, Read};
-use reshard_formats::torch_file::{Leaf, Regions, Tensor, TorchFile};
+use reshard_formats::torch_file::{Leaf, Tensor, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -300,66 +300,33 @@ fn no_whole(path: &Path, name: &str, kind: &str) -> Error {
         .key(name)
 }
 
-/// Tensors, shards of tensors and other values of a file of `torch.save`, by path.
+/// The tensors of a file of `torch.save` with this number in an index, and its other values, by path.
 #[pyfunction]
-#[pyo3(signature = (path, *, follow_links=true))]
 pub(crate) fn read_torch_shards(
     py: Python<'_>,
     path: PathBuf,
-    follow_links: bool,
-) -> PyResult<Bound<'_, PyTuple>> {
-    let read = py.detach(|| read_file(&path, follow_links));
-    let (file, leaves) = raise(py, read)?;
-    let (mut tensors, mut shards, mut regions) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut names, mut ids) = (Vec::new(), Vec::new());
-    for (name, leaf) in leaves {
-        match leaf {
-            Leaf::Tensor(tensor) => {
-                tensors.push(torch_tensor(py, name, &tensor)?);
-            }
-            Leaf::Sharded(sharded) => {
-                ids.push(sharded.spec);
-                shards.push((name, sharded.local, sharded.shape));
-            }
-            Leaf::Regions(found) => regions.push(torch_regions(py, &name, &found)?),
-            Leaf::Other(id) => {
-                names.push((ids.len(), name));
-                ids.push(id);
-            }
-        }
-    }
-    let objects = converted(py, Objects::new(file.pickle()), ids.into_iter())?;
-    let mut others = Vec::with_capacity(names.len());
-    let specs = objects.into_iter().enumerate();
-    let mut next_names = names.into_iter().peekable();
-    let mut sharded = Vec::with_capacity(shards.len());
-    let mut next_shards = shards.into_iter();
-    for (number, object) in specs {
-        if let Some((_, name)) = next_names.next_if(|(of, _)| *of == number) {
-            others.push((name, object));
-        } else if let Some((name, local, shape)) = next_shards.next() {
-            let dtype = local.dtype.name();
-            let (local, whole) = (PyTuple::new(py, local.shape)?, PyTuple::new(py, shape)?);
-            sharded.push(TORCH_SHARD.of(py, (name, dtype, local, whole, object))?);
-        }
-    }
-    TORCH_RANK_FILE.of(py, (tensors, sharded, regions, others))
-}
-
-fn torch_regions<'py>(
-    py: Python<'py>,
-    name: &str,
-    found: &Regions,
-) -> PyResult<Bound<'py, PyTuple>> {
-    let held = found.named(name).map(|(name, offset, tensor)| {
-        let (offset, shape) = (PyTuple::new(py, offset)?, PyTuple::new(py, &tensor.shape)?);
-        TORCH_REGION.of(py, (name, offset, shape))
+    file: u32,
+) -> PyResult<(RankTensors, Vec<(String, Bound<'_, PyAny>)>)> {
+    let read = py.detach(|| {
+        let (decoded, leaves) = read_file(&path, true)?;
+        let others = leaves.iter().filter_map(|(name, leaf)| match leaf {
+            Leaf::Other(id) => Some((name.clone(), *id)),
+            _ => None,
+        });
+        let others: (Vec<String>, Vec<Id>) = others.unzip();
+        let rank = 0;
+        let file = RankFile { path, file, rank };
+        let tensors = ReadFile::of(&file, &decoded, leaves, "", None)?;
+        let mut read = reshard_formats::rank_tensors::RankTensors::default();
+        read.push(file, "", tensors)?;
+        Ok((decoded, read, others))
     });
-    let held = held.collect::<PyResult<Vec<_>>>()?;
-    let all: Vec<u8> = found.all.iter().flat_map(|n| n.to_le_bytes()).collect();
-    let (all, shape) = (PyBytes::new(py, &all), PyTuple::new(py, &found.shape)?);
-    let (dtype, rank, n_ranks) = (found.dtype.name(), found.rank, found.n_ranks);
-    TORCH_REGIONS.of(py, (name, dtype, shape, held, all, rank, n_ranks))
+    let (decoded, tensors, (names, ids)) = raise(py, read)?;
+    let objects = converted(py, Objects::new(decoded.pickle()), ids.into_iter())?;
+    Ok((
+        RankTensors(tensors),
+        names.into_iter().zip(objects).collect(),
+    ))
 }
 
 /// Tensors of each file of `torch.save` by path, and its object, in which one value stands for all tensors.

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 import reshard
 import reshard.torch
+from reshard import _core
 from reshard.errors import (
     CheckpointNotFoundError,
     CoverageError,
@@ -243,6 +244,49 @@ def test_files_of_several_runs(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "b" / name, tmp_path / "b" / "model_world_size_3_rank_1.pt")
     with pytest.raises(DamagedFileError, match="runs with 2, 3 ranks"):
         reshard.open(tmp_path / "b")
+
+
+def test_copies_are_compared_under_other_names_too(tmp_path: Path) -> None:
+    def make(mesh: Any) -> dict[str, Any]:
+        value = 1 + mesh.get_coordinate()[0]
+        return {
+            "w": distributed(torch.ones(4), mesh, [Replicate(), Shard(0)]),
+            "v": distributed(torch.full((4,), float(value)), mesh, [Replicate(), Shard(0)]),
+        }
+
+    save_ranks(tmp_path / "a", (2, 2), make)
+    with reshard.open(tmp_path / "a") as checkpoint:
+        assert (checkpoint.read("w") == 1).all()
+        with pytest.raises(MismatchError, match=r"`v` is read as one value.* on rank 2 differ from those on rank 0"):
+            checkpoint.read("v")
+    with pytest.raises(MismatchError, match="`v` is read as one value"):
+        reshard.convert(tmp_path / "a", tmp_path / "b", select={"rename": {"v": "u"}})
+
+
+def test_files_of_many_ranks_are_held_in_columns(tmp_path: Path) -> None:
+    """A tensor is listed once for all ranks whose parts are equal, and tensors that lie alike share their files."""
+    save_ranks(
+        tmp_path / "a",
+        (6,),
+        lambda mesh: {name: distributed(torch.arange(16.0), mesh, [Shard(0)]) for name in ("v", "w")},
+    )
+    index = _core.Index()
+    read = []
+    for rank in range(6):
+        path = str(tmp_path / "a" / f"model_world_size_6_rank_{rank}.pt")
+        read.append((path, index.add_torch_file(path), rank))
+    tensors = _core.read_torch_ranks(read, n_ranks=6)
+    found = [(Path(str(one.path)).name[-4:-3], one.key, one.local) for one in tensors.tensors()]
+    assert found == [(rank, key, (n,)) for key in "vw" for rank, n in (("0", 3), ("5", 1))]
+    assert [one.local for one in tensors.tensors(1)] == [(3,), (3,)]
+    assert tensors.has_values() == [False] * 6
+    assert tensors.add_to(index, ["w", "v"], "") == []
+    assert tensors.copies("w") == []
+    assert [(one.offset, one.shape, one.files) for one in index.shards("v")] == [
+        ((3 * rank,), (3 if rank < 5 else 1,), [rank]) for rank in range(6)
+    ]
+    with pytest.raises(KeyError):
+        tensors.copies("u")
 
 
 def test_flattened_state_of_fsdp1_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

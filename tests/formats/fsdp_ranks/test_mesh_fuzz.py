@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import zipfile
 from functools import cache
@@ -23,11 +22,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard import _core
 from reshard.errors import DamagedFileError, ReshardError
-from reshard.formats import mesh_shards
-from reshard.formats.mesh_shards import RankTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 RUNS = 3_000
 SHAPE = (5, 3)
@@ -49,7 +47,7 @@ WORDS = (
 
 
 class Saved:
-    """The description of a tensor on a rank, as `torch.save` writes it, without checksums."""
+    """The file of a rank with a tensor, as `torch.save` writes it, without checksums."""
 
     def __init__(self, sizes: tuple[int, ...], placements: tuple[Any, ...], rank: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -57,8 +55,7 @@ class Saved:
         with as_rank(rank, int(torch.tensor(sizes).prod())):
             tensor = distributed(torch.ones(SHAPE), init_device_mesh("cpu", sizes), placements)
             file = io.BytesIO()
-            torch.save(tensor._spec, file)
-            self.local = tuple(tensor.to_local().shape)
+            torch.save({"w": tensor}, file)
         self.rank = rank
         with zipfile.ZipFile(file) as archive:
             [name] = [one for one in archive.namelist() if one.endswith("/data.pkl")]
@@ -69,14 +66,13 @@ class Saved:
         self.start = content.index(self.pickle)
         self.content = bytes(content)
 
-    def decoded(self, pickle: bytes) -> object:
-        """The object of another pickle of the same length."""
-        content = self.content[: self.start] + pickle + self.content[self.start + len(self.pickle) :]
-        return _core.decode_torch_object(content)
-
-    def tensor(self, spec: object) -> RankTensor:
-        """The tensor with a description."""
-        return RankTensor(self.rank, 0, "f.pt", "w", "w", "F32", self.local, SHAPE, spec)
+    def write(self, folder: Path, pickle: bytes | None = None) -> tuple[str, int, int]:
+        """Write it, perhaps with another pickle of the same length; what `read_torch_ranks` is given."""
+        content = self.content
+        if pickle is not None:
+            content = content[: self.start] + pickle + content[self.start + len(pickle) :]
+        (folder / f"{self.rank}.pt").write_bytes(content)
+        return str(folder / f"{self.rank}.pt"), self.rank, self.rank
 
 
 def places(content: bytes | bytearray, word: bytes) -> Iterator[int]:
@@ -114,37 +110,45 @@ def changed(pickle: bytes, draw: Random) -> bytes:
     return bytes(made[: len(pickle)])
 
 
-def check(run: int) -> bool:
-    """Decode one changed description; whether it has a part that lies in the tensor."""
+def added(files: list[tuple[str, int, int]]) -> _core.Index:
+    """The index of all tensors of some files."""
+    index = _core.Index()
+    for path, *_ in sorted(files, key=lambda one: one[1]):
+        index.add_torch_file(path)
+    tensors = _core.read_torch_ranks(files)
+    tensors.add_to(index, list(dict.fromkeys(one.key for one in tensors.tensors())), "")
+    index.check_coverage()
+    return index
+
+
+def check(run: int, folder: Path) -> bool:
+    """Read the files of the ranks, one of them changed; whether it has a part that lies in the tensor."""
     draw = Random(run)
     ranks = draw.choice(samples())
     one = draw.choice(ranks)
+    mine = one.write(folder, changed(one.pickle, draw))
     try:
-        spec = one.decoded(changed(one.pickle, draw))
+        tensors = _core.read_torch_ranks([mine])
     except ReshardError:
         return False
-    mine = one.tensor(spec)
-    try:
-        offset, extent = mesh_shards.part_of(mine)
-    except ReshardError:
+    if [(tensor.key, tensor.kind) for tensor in tensors.tensors()] != [("w", "DTensor")]:
         return False
-    assert extent == one.local
-    assert all(0 <= at <= at + size <= of for at, size, of in zip(offset, extent, SHAPE, strict=True))
-    others = [other.tensor(other.decoded(other.pickle)) for other in ranks if other is not one]
-    index = _core.Index()
-    index.add_file("/nowhere/f.pt")
     with contextlib.suppress(ReshardError):
-        mesh_shards.add_tensors(index, [mine, *others], "")
-        index.check_coverage()
+        index = added([mine, *(other.write(folder) for other in ranks if other is not one)])
+        assert all(
+            0 <= at <= at + size <= of
+            for region in index.shards("w")
+            for at, size, of in zip(region.offset, region.shape, index.info("w")[1], strict=True)
+        )
     return True
 
 
-def test_changed_meshes_and_placements() -> None:
+def test_changed_meshes_and_placements(tmp_path: Path) -> None:
     runs = int(os.environ.get("RESHARD_FUZZ_RUNS", RUNS))
     n_parts = 0
     for run in range(runs):
         try:
-            n_parts += check(run)
+            n_parts += check(run, tmp_path)
         except Exception as error:
             error.add_note(f"run {run}")
             raise
@@ -158,24 +162,25 @@ class Described:
         self.__dict__ |= attributes
 
 
-def test_sizes_of_an_axis_that_refer_to_each_other() -> None:
+def test_sizes_of_an_axis_that_refer_to_each_other(tmp_path: Path) -> None:
     """Lists in lists, which are small in a file and have as many numbers as there are ways through them."""
     shape: Any = [1]
     for _ in range(14):
         shape = [shape] * 8
-    layout = Described(axes=[Described(shape=shape)])
-    file = io.BytesIO()
-    torch.save(Described(mesh=Described(_layout=layout, _coordinate_on_dim=[0]), placements=(Shard(0),)), file)
-    spec = _core.decode_torch_object(file.getvalue())
+    with as_rank(0, 1):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        tensor = distributed(torch.ones(SHAPE), init_device_mesh("cpu", (1,)), (Shard(0),))
+        layout = Described(axes=[Described(shape=shape)])
+        tensor._spec = Described(mesh=Described(_layout=layout, _coordinate_on_dim=[0]), placements=(Shard(0),))
+        torch.save({"w": tensor}, tmp_path / "f.pt")
     with pytest.raises(DamagedFileError, match="its mesh and its placements do not belong together"):
-        mesh_shards.part_of(RankTensor(0, 0, "f.pt", "w", "w", "F32", (5, 3), (5, 3), spec))
+        _core.read_torch_ranks([(str(tmp_path / "f.pt"), 0, 0)])
 
 
-def test_the_samples_are_whole_tensors() -> None:
-    for ranks in samples():
-        index = _core.Index()
-        index.add_file("/nowhere/f.pt")
-        mesh_shards.add_tensors(index, [one.tensor(one.decoded(one.pickle)) for one in ranks], "")
-        index.check_coverage()
-        offsets = [mesh_shards.part_of(one.tensor(one.decoded(one.pickle))) for one in ranks]
-        assert len(set(itertools.chain(offsets))) in (1, 2, len(ranks))
+def test_the_samples_are_whole_tensors(tmp_path: Path) -> None:
+    for ranks, (_, placements) in zip(samples(), MESHES, strict=True):
+        index = added([one.write(tmp_path) for one in ranks])
+        assert index.info("w") == ("F32", SHAPE)
+        n_regions = 1 if all(one.is_replicate() for one in placements) else len(index.shards("w"))
+        assert len(index.shards("w")) == n_regions > (0 if len(ranks) == 3 else 1)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import PartName
-    from reshard.formats.mesh_shards import RankTensor
     from reshard.formats.rank_replicas import Replicas
     from reshard.storage.location import Location
 
@@ -153,9 +152,8 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         )
     index = _core.Index()
     files: dict[int, list[int]] = {}
-    tensors: list[RankTensor] = []
+    tensors: list[tuple[_core.RankTensors, Collection[str]]] = []
     optimizer_files: dict[int, Location] = {}
-    same: dict[bytes, bytes] = {}
     for kind, prefix in ((names.MODEL, ""), (names.OPTIMIZER, _PREFIX)):
         of_kind = found.get((kind, size), {})
         if of_kind and (missing := _missing(of_kind, size)):
@@ -165,18 +163,22 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
                 _named(kind, size, missing, size - len(of_kind)),
             )
             continue
-        of_ranks: list[RankTensor] = []
-        for rank in range(size) if of_kind else ():
+        if not of_kind:
+            continue
+        read = []
+        for rank in range(size):
             path = str(folder / of_kind[rank])
-            file = index.add_torch_file(path, method=method)
+            file = index.add_torch_file(path, method=method, prefix=prefix)
             files.setdefault(rank, []).append(file)
-            read, objects = mesh_shards.read(path, file, rank, prefix, n_ranks=size, same=same)
-            if kind == names.MODEL:
-                mesh_shards.refuse_flat(read)
-            of_ranks += read
-            if kind == names.OPTIMIZER and objects:
-                optimizer_files[rank] = folder / of_kind[rank]
-        flattened = _flattened(of_ranks, size) if kind == names.OPTIMIZER else ()
+            read.append((path, file, rank))
+        of_ranks = _core.read_torch_ranks(read, prefix=prefix, n_ranks=size)
+        held = of_ranks.tensors()
+        if kind == names.MODEL:
+            mesh_shards.refuse_flat(held)
+        else:
+            has_values = of_ranks.has_values()
+            optimizer_files = {rank: folder / of_kind[rank] for rank in range(size) if has_values[rank]}
+        flattened = _flattened(held, size) if kind == names.OPTIMIZER else ()
         if flattened:
             _log.warning(
                 "%s: state of the optimizer is not read, because each rank flattened its own part of the model, and no "
@@ -184,7 +186,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
                 folder,
                 listed(map(show, flattened), _MAX_NAMED),
             )
-        tensors += [one for one in of_ranks if one.key not in flattened]
+        tensors.append((of_ranks, [key for key in dict.fromkeys(one.key for one in held) if key not in flattened]))
     replicas = mesh_shards.add_tensors(index, tensors, _MISSING_HINT)
     extra = found.get((names.EXTRA, size), {})
     of_model = folder / names.MODEL_FILES
@@ -206,16 +208,13 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     )
 
 
-def _flattened(tensors: Sequence[RankTensor], size: int) -> Collection[str]:
+def _flattened(tensors: Sequence[_core.RankTensor], size: int) -> Collection[str]:
     """The state of an optimizer that FSDP1 keeps for flattened parameters.
 
     It is called so, or, of several ranks, no shard of a mesh and no number.
     """
-    return dict.fromkeys(
-        one.key
-        for one in tensors
-        if mesh_shards.is_flat(one.key) or (size > 1 and one.shape is None and one.local not in ((), (1,)))
-    )
+    plain = {one.key for one in tensors if one.kind == "tensor" and one.local not in ((), (1,))}
+    return {one.key: None for one in tensors if mesh_shards.is_flat(one.key) or (size > 1 and one.key in plain)}
 
 
 def _missing(files: Mapping[int, str], size: int) -> list[int]:

@@ -87,17 +87,18 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     """
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
-    tensors, objects = mesh_shards.read(str(file), number, 0)
-    mesh_shards.refuse_flat(tensors, is_alone=True)
+    tensors, objects = _core.read_torch_shards(str(file), number)
+    held = tensors.tensors()
+    mesh_shards.refuse_flat(held, is_alone=True)
     _warn_of_unread(path, objects)
-    index.add_wholes([(tensor.key, number) for tensor in tensors if tensor.shape is None])
-    shards = [tensor for tensor in tensors if tensor.shape is not None]
+    index.add_wholes([(one.key, number) for one in held if one.kind == "tensor"])
+    shards = {one.key: one.kind for one in held if one.kind != "tensor"}
     try:
-        mesh_shards.add_tensors(index, shards, _OF_RANK_HINT)
+        mesh_shards.add_tensors(index, [(tensors, shards)], _OF_RANK_HINT)
     except CoverageError as error:
         if error.hint != _OF_RANK_HINT:
             raise  # parts of one tensor overlap
-        kind = next((tensor.kind for tensor in shards if tensor.key == error.key), "shard")
+        kind = shards.get(str(error.key), "shard")
         raise UnsupportedError(
             f"{show(str(file))}: {show(str(error.key))} is a {kind}: each rank saved its shard of the tensors, and no "
             "rank the whole model",

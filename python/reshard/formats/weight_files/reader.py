@@ -195,17 +195,24 @@ def open_files(files: Sequence[Location], path: Location, method: _core.ReadMeth
 def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> tuple[_core.Index, Replicas | None]:
     """The index of all tensors of some files, and the copies in those of several ranks."""
     index = _core.Index()
+    numbers = [_add(index, str(path), method) for path in files]
+    of_torch = [rank for rank, path in enumerate(files) if _is_of_torch(path)]
+    tensors = _core.read_torch_ranks([(str(files[rank]), numbers[rank], rank) for rank in of_torch])
+    place = {rank: n for n, rank in enumerate(of_torch)}
     holder: dict[str, int] = {}
-    shards: list[mesh_shards.RankTensor] = []
-    for rank, path in enumerate(files):
-        file = _add(index, str(path), method)
+    shards: dict[str, str] = {}  # with the path of a file that has them
+    for rank, (path, file) in enumerate(zip(files, numbers, strict=True)):
         check_no_int4(index, file)
-        tensors, is_of_rank = _tensors_of(index, file, str(path), rank)
-        if is_of_rank:
-            shards += tensors
-            continue
-        for tensor in tensors:
-            key = tensor.key
+        if rank in place:
+            held = tensors.tensors(place[rank])
+            mesh_shards.refuse_flat(held, is_alone=True)
+            keys = [one.key for one in held]
+            if any(one.kind != "tensor" for one in held):
+                shards |= dict.fromkeys(keys, str(path))
+                continue
+        else:
+            keys = [one.name for one in index.file_tensors(file)]
+        for key in keys:
             first = holder.setdefault(key, file)
             if first == file:
                 index.add_whole(key, file)
@@ -218,35 +225,26 @@ def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> tuple[_cor
                     key=key,
                     hint="they are not parts of one model: open them one by one",
                 )
-    both = next((one for one in shards if one.key in holder), None)
+    both = next((key for key in shards if key in holder), None)
     if both is not None:
         raise DamagedFileError(
-            f"{show(both.path)} has shards of other ranks beside {show(both.key)}, which another file holds as a whole",
-            path=both.path,
-            key=both.key,
+            f"{show(shards[both])} has shards of other ranks beside {show(both)}, which another file holds as a whole",
+            path=shards[both],
+            key=both,
             hint="they are not parts of one model: open them one by one",
         )
-    replicas = mesh_shards.add_tensors(index, shards, "name the files of all ranks") if shards else None
+    replicas = mesh_shards.add_tensors(index, [(tensors, shards)], "name the files of all ranks") if shards else None
     return index, replicas
-
-
-def _tensors_of(index: _core.Index, file: int, path: str, rank: int) -> tuple[list[mesh_shards.RankTensor], bool]:
-    """The tensors of a file, and whether some of them are shards of a device mesh."""
-    if not torch_head.is_head(locate(path).read_head(torch_head.HEAD_BYTES, follow_links=True)):
-        names_there = [(one.name, one.dtype, one.shape) for one in index.file_tensors(file)]
-        return [
-            mesh_shards.RankTensor(rank, file, path, name, name, dtype, shape) for name, dtype, shape in names_there
-        ], False
-    tensors, _ = mesh_shards.read(path, file, rank)
-    mesh_shards.refuse_flat(tensors, is_alone=True)
-    return tensors, any(tensor.shape is not None for tensor in tensors)
 
 
 def _add(index: _core.Index, file: str, method: _core.ReadMethod) -> int:
     """Add a file, by its first bytes. Files of a hub cache are links, which are followed."""
-    head = locate(file).read_head(torch_head.HEAD_BYTES, follow_links=True)
-    add = index.add_torch_file if torch_head.is_head(head) else index.add_file
+    add = index.add_torch_file if _is_of_torch(locate(file)) else index.add_file
     return add(file, method=method)
+
+
+def _is_of_torch(file: Location) -> bool:
+    return torch_head.is_head(file.read_head(torch_head.HEAD_BYTES, follow_links=True))
 
 
 def _data(

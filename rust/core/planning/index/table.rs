@@ -247,24 +247,46 @@ impl Index {
         bounds: Vec<Vec<u64>>,
         files: Box<[u32]>,
     ) -> Result<()> {
-        let n_cells = bounds.iter().try_fold(1_usize, |n, bounds| {
-            n.checked_mul(bounds.len().checked_sub(1)?)
-        });
-        let is_grid = n_cells == Some(files.len())
-            && files.iter().all(|&file| (file as usize) < self.files.len())
-            && bounds
-                .iter()
-                .all(|bounds| bounds.first() == Some(&0) && bounds.is_sorted_by(|a, b| a < b));
-        if !is_grid {
-            let message = format!("{}: the files do not match the parts", named(key));
-            return Err(Error::new(Kind::Argument, message).key(key));
-        }
-        let shape = bounds.iter().map(|bounds| bounds[bounds.len() - 1]);
-        let shape: Vec<u64> = shape.collect();
+        let is_grid = n_cells(&bounds) == Some(files.len())
+            && files.iter().all(|&file| (file as usize) < self.files.len());
+        let shape = is_grid.then(|| shape_of(&bounds)).flatten();
+        let shape = shape.ok_or_else(|| no_grid(key))?;
         let form = Form::Grid(Grid {
             order: in_order(shape.len()),
             cuts: bounds.into_iter().map(Cuts::Listed).collect(),
             holders: Holders::Cells(files),
+        });
+        self.insert(key, Some(dtype), shape, form)
+    }
+
+    /// Adds a tensor whose parts form a grid. The files of cell `i`, row-major, are `files[starts[i]..starts[i + 1]]`, each
+    /// with the complete cell under the key.
+    ///
+    /// # Errors
+    /// The bounds of a dim do not begin with 0 or do not grow, or a cell has no file.
+    pub fn add_cells(
+        &mut self,
+        key: &str,
+        dtype: Dtype,
+        bounds: Vec<Vec<u64>>,
+        starts: &Arc<[u32]>,
+        files: &Arc<[u32]>,
+    ) -> Result<()> {
+        let n_cells = n_cells(&bounds).and_then(|n| n.checked_add(1));
+        let is_grid = n_cells == Some(starts.len())
+            && starts.is_sorted_by(|a, b| a < b)
+            && starts[0] == 0
+            && starts[starts.len() - 1] as usize == files.len()
+            && self.are_files(files);
+        let shape = is_grid.then(|| shape_of(&bounds)).flatten();
+        let shape = shape.ok_or_else(|| no_grid(key))?;
+        let form = Form::Grid(Grid {
+            order: in_order(shape.len()),
+            cuts: bounds.into_iter().map(Cuts::of).collect(),
+            holders: Holders::Table {
+                starts: Arc::clone(starts),
+                files: Arc::clone(files),
+            },
         });
         self.insert(key, Some(dtype), shape, form)
     }
@@ -555,6 +577,26 @@ impl Index {
             Form::Flat(flat) => Ok(arrays_of_flat(flat, &stored.shape)),
         }
     }
+}
+
+fn n_cells(bounds: &[Vec<u64>]) -> Option<usize> {
+    let mut n_parts = bounds.iter().map(|bounds| bounds.len().checked_sub(1));
+    n_parts.try_fold(1_usize, |n, parts| n.checked_mul(parts?))
+}
+
+/// The shape of a tensor with these bounds of the parts of its dims, if they begin with 0 and grow.
+fn shape_of(bounds: &[Vec<u64>]) -> Option<Vec<u64>> {
+    let grows = |bounds: &Vec<u64>| bounds[0] == 0 && bounds.is_sorted_by(|a, b| a < b);
+    let extents = bounds.iter().map(|bounds| bounds.last().copied());
+    bounds
+        .iter()
+        .all(|one| !one.is_empty() && grows(one))
+        .then(|| extents.collect())?
+}
+
+fn no_grid(key: &str) -> Error {
+    let message = format!("{}: the files do not match the parts", named(key));
+    Error::new(Kind::Argument, message).key(key)
 }
 
 fn check_size(key: &str, shape: &[u64]) -> Result<()> {

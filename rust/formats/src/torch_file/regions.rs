@@ -25,8 +25,8 @@ use std::collections::HashSet;
 const API: &str = "torch.distributed._shard.sharded_tensor.api";
 /// What the classes of the values are called: those of the outer objects stand in modules below it.
 const SHARD: &str = "torch.distributed._shard.";
-/// Attributes of each of the objects: they have less than five.
-const MAX_ATTRIBUTES: usize = 16;
+/// Attributes of an object: a device mesh has thirteen. Many objects can share them, and each one is searched.
+const MAX_ATTRIBUTES: usize = 64;
 
 /// The regions of a tensor that one file holds, and where those of all files lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -213,7 +213,7 @@ impl TorchFile {
     }
 
     /// An attribute of a record, whose state is a dict of attributes, or, with `__slots__`, a pair with one.
-    fn member(&self, record: Record<'_>, name: &str) -> Option<Id> {
+    pub(super) fn member(&self, record: Record<'_>, name: &str) -> Option<Id> {
         let state = record.state?;
         let parts = match self.pickle.sequence(state) {
             Some(parts) if parts.len() <= 2 => parts,

@@ -1,0 +1,98 @@
+//! The tensors in the files of `torch.save` of all ranks, as columns of the core.
+
+use crate::errors::raise;
+use crate::index::Index;
+use crate::records::{HELD_COPY, RANK_TENSOR};
+use crate::run::run;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use rayon::prelude::*;
+use reshard_core::control::Control;
+use reshard_formats::rank_tensors::{RankFile, ReadFile};
+use std::path::PathBuf;
+
+/// Files that are read before their tensors are added.
+const MAX_READ: usize = 16;
+
+/// The tensors of all ranks.
+#[pyclass(module = "reshard._core")]
+pub(crate) struct RankTensors(pub(crate) reshard_formats::rank_tensors::RankTensors);
+
+#[pymethods]
+impl RankTensors {
+    #[pyo3(signature = (file=None))]
+    fn tensors<'py>(
+        &self,
+        py: Python<'py>,
+        file: Option<u32>,
+    ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let found = self.0.tensors(file).into_iter();
+        let of = found.map(|(file, key, held)| {
+            let local = PyTuple::new(py, &held.local)?;
+            RANK_TENSOR.of(py, (&file.path, key, held.class.name(), local))
+        });
+        of.collect()
+    }
+
+    fn has_values(&self) -> Vec<bool> {
+        self.0.files().iter().map(|file| file.has_values).collect()
+    }
+
+    fn add_to(
+        &self,
+        py: Python<'_>,
+        index: &mut Index,
+        keys: Vec<String>,
+        hint: &str,
+    ) -> PyResult<Vec<String>> {
+        let added = py.detach(|| {
+            let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+            let copied = self.0.add_to(index.core_mut(), &keys, hint)?;
+            Ok(copied.into_iter().map(str::to_owned).collect())
+        });
+        raise(py, added)
+    }
+
+    fn copies<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Vec<Vec<Bound<'py, PyTuple>>>> {
+        let dtype = raise(py, self.0.dtype(key))?.name();
+        let groups = raise(py, self.0.copies(key))?.into_iter();
+        let groups = groups.map(|(shape, copied)| {
+            let copied = copied.into_iter().map(|one| {
+                let shape = PyTuple::new(py, &shape)?;
+                HELD_COPY.of(py, (one.rank, one.file, one.name, shape, dtype))
+            });
+            copied.collect()
+        });
+        groups.collect()
+    }
+}
+
+/// The tensors of the files of ranks, each given as path, number in the index and rank.
+#[pyfunction]
+#[pyo3(signature = (files, *, prefix="", n_ranks=None))]
+pub(crate) fn read_torch_ranks(
+    py: Python<'_>,
+    files: Vec<(PathBuf, u32, u64)>,
+    prefix: &str,
+    n_ranks: Option<u64>,
+) -> PyResult<RankTensors> {
+    let files: Vec<RankFile> = files
+        .into_iter()
+        .map(|(path, file, rank)| RankFile { path, file, rank })
+        .collect();
+    let control = Control::default();
+    let read = run(py, None, 0, None, &control, || {
+        let mut tensors = reshard_formats::rank_tensors::RankTensors::default();
+        for files in files.chunks(MAX_READ) {
+            control.check()?;
+            let read = files
+                .par_iter()
+                .map(|file| ReadFile::read(file, prefix, n_ranks));
+            for (file, read) in files.iter().zip(read.collect::<Vec<_>>()) {
+                tensors.push(file.clone(), prefix, read?)?;
+            }
+        }
+        Ok(tensors)
+    })?;
+    Ok(RankTensors(read))
+}
