@@ -44,4 +44,5 @@ def quantised(value: int, options: Any = (1, 2)) -> Made:
 
 def cast(value: float) -> Made:
     """A wrapper around a weight, with a value that is computed from it."""
-    return Made((4, 4), torch.float32, "float8", weight=torch.full((4, 4), value), cached=torch.tensor(value))
+    scale = torch.tensor(value)
+    return Made((4, 4), torch.float32, "float8", weight=torch.full((4, 4), value), _precomputed_scale=scale)

@@ -87,6 +87,22 @@ def test_a_wrapper_of_a_weight_is_the_weight(tmp_path: Path) -> None:
     assert load_file(tmp_path / "w.safetensors")["w"].unique().tolist() == [2.0]  # type: ignore[no-untyped-call]
 
 
+def test_what_lies_beside_a_weight_of_the_same_shape_is_kept(tmp_path: Path) -> None:
+    """The scale of an activation, or low-rank factors: they are not computed from the weight."""
+
+    def made(value: float) -> Made:
+        factors = {"down": torch.full((4, 2), value), "scale": torch.tensor(value)}
+        return Made((4, 4), torch.float32, None, weight=torch.full((4, 4), value), **factors)
+
+    save(tmp_path / "run", model=model(made(3.0)))
+    found = model(made(1.0))
+    load(tmp_path / "run", model=found)
+    weight: Any = found[0].weight
+    assert [one.unique().tolist() for one in (weight.weight, weight.down, weight.scale)] == [[3.0]] * 3
+    with pytest.raises(UnsupportedError, match=r"`w` is a Made, which is made of other tensors: `weight`, `down`"):
+        save_file({"w": made(1.0)}, tmp_path / "w.safetensors")
+
+
 def test_other_options_or_no_record_are_refused(tmp_path: Path) -> None:
     save(tmp_path, model=model(quantised(3)))
     with pytest.raises(MismatchError, match=r"was saved as Made\(\(1, 2\)\), and is now Made\(\(9,\)\)"):

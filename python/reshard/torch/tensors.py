@@ -42,6 +42,8 @@ _TORCH: dict[str, torch.dtype] = {
     if hasattr(torch, attribute)
 }
 
+_COMPUTED = "_precomputed"
+
 # Signed, because not all supported torch releases have unsigned integers of 16 to 64 bits.
 _INTEGERS = {
     1: np.dtype(np.uint8),
@@ -148,8 +150,9 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def inner_tensors(tensor: torch.Tensor, key: str) -> tuple[dict[str, torch.Tensor], str]:
     """The plain tensors that a tensor is made of, by the protocol `__tensor_flatten__` of torch.
 
-    An inner tensor with the shape and the dtype of the whole holds its values: it is the only one, and others are
-    computed from it. So a wrapper that only changes how a weight is used is saved as the weight.
+    A single inner tensor with the shape and the dtype of the whole holds its values: a wrapper that only changes how a
+    weight is used is saved as the weight. Those that torchao computes from the weight, `_precomputed_scale`, do not
+    count; any others do, such as low-rank factors or the scale of an activation.
 
     Args:
         tensor: the tensor.
@@ -179,9 +182,9 @@ def inner_tensors(tensor: torch.Tensor, key: str) -> tuple[dict[str, torch.Tenso
         ) from error
     if not inner or not all(isinstance(one, torch.Tensor) for one in inner.values()):
         raise UnsupportedError(f"{show(key)} is a {kind}, whose `__tensor_flatten__` names no tensors", key=key)
-    whole = [one for one in inner.values() if one.shape == tensor.shape and one.dtype == tensor.dtype]
-    if len(whole) == 1:
-        return inner_tensors(whole[0], key)
+    kept = [one for name, one in inner.items() if not name.startswith(_COMPUTED)]
+    if len(kept) == 1 and (kept[0].shape, kept[0].dtype) == (tensor.shape, tensor.dtype):
+        return inner_tensors(kept[0], key)
     found: dict[str, torch.Tensor] = {}
     words = [f"{kind}({options!r})"]
     for name, one in inner.items():
