@@ -501,7 +501,10 @@ def test_killed_at_random(tmp_path: Path, port: int) -> None:
     seed = 0 if factor is None else random.SystemRandom().getrandbits(32)
     n_rounds = int(N_ROUNDS * float(factor or 1))
     oracle = Oracle(tmp_path / "root")
-    for number in range(n_rounds):
+    for number in range(3 * n_rounds):
+        # Where other work delays this process, fewer kills come when they are meant to: there are more then.
+        if number >= n_rounds and oracle.n_inside >= 0.4 * n_rounds and len(oracle.acknowledged) >= n_rounds / 3:
+            break
         rng = random.Random(f"{seed} {number}")
         life = draw(rng, number)
         try:
@@ -509,10 +512,10 @@ def test_killed_at_random(tmp_path: Path, port: int) -> None:
         except Exception as error:
             error.add_note(f"seed {seed}, round {number}: {life}")
             raise
-    assert oracle.n_inside >= 0.4 * n_rounds, f"only {oracle.n_inside} of {n_rounds} kills fell into a save"
+    assert oracle.n_inside >= 0.4 * n_rounds, f"only {oracle.n_inside} of {number} kills fell into a save"
     assert len(oracle.acknowledged) >= n_rounds / 3
     # One that lives on: I5 once more, and nothing of all that is left.
-    life = dataclasses.replace(draw(random.Random(seed), n_rounds), steps=(Step(1, True, True, True, True),) * 2)
+    life = dataclasses.replace(draw(random.Random(seed), number + 1), steps=(Step(1, True, True, True, True),) * 2)
     job = Running(Job(oracle.root, life, oracle.newest + 1, Ours(), port))
     job.end()
     oracle.hear(job.said)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.helpers.ports import unused_port
 
 import reshard
 from reshard.errors import UnsupportedError
@@ -31,9 +32,7 @@ def nanio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     found = shutil.which("nanio") or shutil.which("nanio", path=sysconfig.get_path("scripts"))
     if found is None or not remote.is_available():
         pytest.skip("needs the server: pip install nanio")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = unused_port()
     (tmp_path / "data/weights").mkdir(parents=True)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from reshard.ranks.group import TorchGroup
 
-PATIENCE_S = 60
+PATIENCE_S = 240
 
 
 class Run:

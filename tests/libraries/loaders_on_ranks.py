@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration  # noqa: E402
+from tests.helpers.ports import unused_port  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
     DataLoader,
@@ -219,9 +219,7 @@ def rank(number: int, port: int, case: dict[str, Any]) -> None:
 
 def ranks(case: dict[str, Any]) -> list[int]:
     """Run a case. Returns the exit codes of its ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     pids = []
     for number in range(case["ranks"]):
         pid = os.fork()
@@ -234,8 +232,9 @@ def ranks(case: dict[str, Any]) -> list[int]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline or any(code not in (0, 75) for code in codes.values()):
-            time.sleep(2)
+        if any(code not in (0, 75) for code in codes.values()):
+            deadline = min(deadline, time.monotonic() + 60)  # the others end as well, or wait for that one for ever
+        if time.monotonic() > deadline:
             for one in set(pids) - set(codes):
                 os.kill(one, signal.SIGKILL)
             deadline += 1e9

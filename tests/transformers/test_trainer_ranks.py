@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers.ports import unused_port
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_two_ranks_go_on_as_with_trainer_itself(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(

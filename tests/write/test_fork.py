@@ -65,7 +65,7 @@ def test_a_child_that_is_forked_while_memory_is_touched_saves(tmp_path: Path) ->
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         status = 1
         try:
             reshard.save(tmp_path / "child", 1, {"w": big})
