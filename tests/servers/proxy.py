@@ -65,6 +65,11 @@ class Proxy:
         with self.lock:
             return sum(n for method, path, _, n in self.log if method == "GET" and path.split("?")[0].endswith(suffix))
 
+    def ranges(self, start: int = 0) -> dict[tuple[str, str | None], int]:
+        """The bytes of each range that was asked for, from a request on: one that is late is sent a second time."""
+        with self.lock:
+            return {(path, range_): n_bytes for method, path, range_, n_bytes in self.log[start:] if method == "GET"}
+
     def take_fault(self, method: str, path: str) -> Fault | None:
         """The fault that this request meets."""
         with self.lock:

@@ -50,8 +50,8 @@ def planned(opened: Checkpoint, proxy: Proxy, below: int = 1 << 62) -> tuple[int
         found = opened.load(keys=["a", "c"])
         assert {key: one.nbytes for key, one in found.items()} == {"a": SMALL, "c": SMALL}
         if fetched_so_far().gap_bytes < below or time.monotonic() > end:
-            sizes = {range_: n_bytes for _, _, range_, n_bytes in proxy.log}  # a late request is sent a second time
-            return len(sizes), sum(sizes.values()), fetched_so_far()
+            ranges = proxy.ranges()
+            return len(ranges), sum(ranges.values()), fetched_so_far()
 
 
 def load(url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, below: int = 1 << 62) -> tuple[int, int, Fetched]:
