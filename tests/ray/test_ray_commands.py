@@ -164,7 +164,7 @@ def test_an_iteration_of_a_root_is_that_of_one_process(
     found = []
     for name in ("one-run", "ray-run"):
         with reshard.open(f"{place}/{name}") as opened:
-            files = content(opened.path)
+            files = content(str(opened.path))
         found.append({name: data for name, data in files.items() if name != "manifest.json"})
     assert found[0] == found[1]
     assert reshard.verify(f"{place}/ray-run").ok
