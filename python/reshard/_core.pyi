@@ -70,6 +70,7 @@ __all__ = [
     "Strategy",
     "StrategyItem",
     "StrategyLayoutItem",
+    "TensorKind",
     "Tile",
     "TorchTensor",
     "UnfinishedUpload",
@@ -313,13 +314,13 @@ class RankTensor(NamedTuple):
     Attributes:
         path: the file.
         key: its name in the checkpoint.
-        kind: what torch calls it: tensor, DTensor or ShardedTensor.
+        kind: what torch calls it.
         local: the shape of what is stored.
     """
 
-    path: object
+    path: str
     key: str
-    kind: str
+    kind: TensorKind
     local: tuple[int, ...]
 
 class HeldCopy(NamedTuple):
@@ -471,6 +472,13 @@ class NotFinite(enum.StrEnum):
     NAN = "nan"
     INFINITE = "inf"
     """Infinite, and no value is NaN."""
+
+class TensorKind(enum.StrEnum):
+    """What torch calls a tensor in the file of a rank."""
+
+    TENSOR = "tensor"
+    DTENSOR = "DTensor"
+    SHARDED_TENSOR = "ShardedTensor"
 
 class PutNew(enum.Enum):
     """What became of a request for an object that must not exist."""

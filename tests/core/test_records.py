@@ -94,7 +94,7 @@ def test_each_member_of_an_enum_is_that_of_the_stub() -> None:
         for node in STUB.body
         if isinstance(node, ast.ClassDef) and any("enum." in ast.unparse(base) for base in node.bases)
     ]
-    assert [node.name for node in enums] == ["NotFinite", "PutNew", "RuleAction"]
+    assert [node.name for node in enums] == ["NotFinite", "TensorKind", "PutNew", "RuleAction"]
     for node in enums:
         declared = {
             ast.unparse(one.targets[0]): ast.literal_eval(one.value) for one in node.body if isinstance(one, ast.Assign)

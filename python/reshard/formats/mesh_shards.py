@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from reshard._core import TensorKind
 from reshard.errors import UnsupportedError
 from reshard.formats.rank_replicas import HeldArray, Replicas
 from reshard.formats.run_state import is_optimizer
@@ -57,7 +58,9 @@ def refuse_flat(tensors: Sequence[_core.RankTensor], *, is_alone: bool = False) 
     certain = [
         one
         for one in flat
-        if not is_alone or one.kind == "ShardedTensor" or (len(one.local) == 1 and one.key.rpartition(".")[2] in _FLAT)
+        if not is_alone
+        or one.kind is TensorKind.SHARDED_TENSOR
+        or (len(one.local) == 1 and one.key.rpartition(".")[2] in _FLAT)
     ]
     if not certain:
         if flat:
@@ -69,9 +72,9 @@ def refuse_flat(tensors: Sequence[_core.RankTensor], *, is_alone: bool = False) 
             )
         return
     raise UnsupportedError(
-        f"{show(str(certain[0].path))}: {show(certain[0].key)} holds the parameters of a module of FSDP1 one after the "
+        f"{show(certain[0].path)}: {show(certain[0].key)} holds the parameters of a module of FSDP1 one after the "
         "other, or the part of one rank of them, and no file says where each begins",
-        path=str(certain[0].path),
+        path=certain[0].path,
         key=certain[0].key,
         hint="save the state dict under `StateDictType.SHARDED_STATE_DICT` or `FULL_STATE_DICT`, not under "
         "`LOCAL_STATE_DICT`",

@@ -6,7 +6,7 @@
 use crate::compressed::{decompressed, is_zstd};
 use crate::pickle::{Id, Pickle, Record, Value};
 use crate::torch_file::{Leaf, TorchFile};
-use crate::zip::Window;
+use crate::zip::{Part, Window};
 use reshard_core::header::MAX_RANK;
 use reshard_core::source::{Method, Source};
 use reshard_core::{Error, Kind, Result};
@@ -294,7 +294,8 @@ pub fn too_many_values() -> Error {
 pub fn read_file(path: &Path, follow_links: bool) -> Result<(TorchFile, Vec<(String, Leaf)>)> {
     let read = || {
         let source = Source::open(path, follow_links, Method::Read)?;
-        let file = TorchFile::read(Window::whole(&source))?;
+        let parts = [Part::of_small(&source)?];
+        let file = TorchFile::read(Window::whole(&source).with(&parts))?;
         let leaves = file.leaves()?;
         Ok((file, leaves))
     };

@@ -47,7 +47,23 @@ pub struct Part {
     pub bytes: Vec<u8>,
 }
 
+/// A file of at most so many bytes is read at once: else it takes a small read for each of its members.
+const MAX_SMALL_BYTES: u64 = 4 << 20;
+
 impl Part {
+    /// All of a small file, or nothing of a larger one.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn of_small(source: &Source) -> Result<Self> {
+        let mut part = Self::default();
+        if source.n_bytes() <= MAX_SMALL_BYTES {
+            part.bytes.resize(source.n_bytes() as usize, 0);
+            source.read_at(0, &mut part.bytes)?;
+        }
+        Ok(part)
+    }
+
     /// The bytes of a range of the file, if all of them are here.
     pub fn range(&self, start: u64, n_bytes: u64) -> Option<&[u8]> {
         let from = usize::try_from(start.checked_sub(self.start)?).ok()?;
@@ -148,7 +164,6 @@ pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
     let directory = directory(window)?;
     let bytes = window.read(directory.start, directory.n_bytes)?;
     let mut members = Vec::new();
-    let mut names = HashSet::new();
     let mut rest = &*bytes;
     let mut used = Vec::new();
     while !rest.is_empty() {
@@ -156,17 +171,18 @@ pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
         let (entry, n) = entry(rest)?;
         rest = &rest[n..];
         let (member, range) = locate(window, entry, crc_at, directory.start)?;
-        if !names.insert(member.name.clone()) {
-            return Err(Error::damaged(format!(
-                "member `{}` occurs twice",
-                Printable(&member.name)
-            )));
-        }
         used.push(range);
         members.push(member);
         if members.len() as u64 > directory.n_members {
             break;
         }
+    }
+    let mut names = HashSet::with_capacity(members.len());
+    if let Some(member) = members.iter().find(|one| !names.insert(&*one.name)) {
+        return Err(Error::damaged(format!(
+            "member `{}` occurs twice",
+            Printable(&member.name)
+        )));
     }
     if members.len() as u64 != directory.n_members {
         let message = format!(

@@ -2,7 +2,7 @@
 
 use crate::errors::raise;
 use crate::index::Index;
-use crate::records::{HELD_COPY, RANK_TENSOR};
+use crate::records::{HELD_COPY, RANK_TENSOR, tensor_kind};
 use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -29,7 +29,8 @@ impl RankTensors {
         let found = self.0.tensors(file).into_iter();
         let of = found.map(|(file, key, held)| {
             let local = PyTuple::new(py, &held.local)?;
-            RANK_TENSOR.of(py, (&file.path, key, held.class.name(), local))
+            let path = file.path.to_string_lossy();
+            RANK_TENSOR.of(py, (path, key, tensor_kind(py, held.class)?, local))
         });
         of.collect()
     }

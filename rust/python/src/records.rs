@@ -10,6 +10,7 @@ use pyo3::types::{PyDict, PyTuple, PyType};
 use reshard_core::finite::NotFinite;
 use reshard_core::local_array::LocalArray;
 use reshard_core::tile::Tile;
+use reshard_formats::rank_tensors::Class;
 
 /// A class made by `collections.namedtuple`, once for each process.
 pub(crate) struct Record {
@@ -192,6 +193,17 @@ static NOT_FINITE: Enumeration = Enumeration {
     members: &[("NAN", "nan"), ("INFINITE", "inf")],
     class: PyOnceLock::new(),
 };
+/// What torch calls a tensor in the file of a rank.
+static TENSOR_KIND: Enumeration = Enumeration {
+    name: "TensorKind",
+    base: "StrEnum",
+    members: &[
+        ("TENSOR", "tensor"),
+        ("DTENSOR", "DTensor"),
+        ("SHARDED_TENSOR", "ShardedTensor"),
+    ],
+    class: PyOnceLock::new(),
+};
 /// What became of a request for a new object.
 static PUT_NEW: Enumeration = Enumeration {
     name: "PutNew",
@@ -253,6 +265,16 @@ pub(crate) fn not_finite_list<'py>(
         Ok((name.clone(), NOT_FINITE.member(py, member)?))
     });
     named.collect()
+}
+
+/// What torch calls a tensor.
+pub(crate) fn tensor_kind(py: Python<'_>, class: Class) -> PyResult<Bound<'_, PyAny>> {
+    let member = match class {
+        Class::Tensor => "TENSOR",
+        Class::DTensor => "DTENSOR",
+        Class::ShardedTensor => "SHARDED_TENSOR",
+    };
+    TENSOR_KIND.member(py, member)
 }
 
 /// What became of a request for a new object.
@@ -367,7 +389,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ] {
         module.add(record.name, record.class(module.py())?)?;
     }
-    for enumeration in [&NOT_FINITE, &PUT_NEW, &RULE_ACTION] {
+    for enumeration in [&NOT_FINITE, &TENSOR_KIND, &PUT_NEW, &RULE_ACTION] {
         module.add(enumeration.name, enumeration.class(module.py())?)?;
     }
     Ok(())

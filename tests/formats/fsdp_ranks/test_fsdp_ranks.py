@@ -276,7 +276,7 @@ def test_files_of_many_ranks_are_held_in_columns(tmp_path: Path) -> None:
         path = str(tmp_path / "a" / f"model_world_size_6_rank_{rank}.pt")
         read.append((path, index.add_torch_file(path), rank))
     tensors = _core.read_torch_ranks(read, n_ranks=6)
-    found = [(Path(str(one.path)).name[-4:-3], one.key, one.local) for one in tensors.tensors()]
+    found = [(Path(one.path).name[-4:-3], one.key, one.local) for one in tensors.tensors()]
     assert found == [(rank, key, (n,)) for key in "vw" for rank, n in (("0", 3), ("5", 1))]
     assert [one.local for one in tensors.tensors(1)] == [(3,), (3,)]
     assert tensors.has_values() == [False] * 6

@@ -213,7 +213,7 @@ def _flattened(tensors: Sequence[_core.RankTensor], size: int) -> Collection[str
 
     It is called so, or, of several ranks, no shard of a mesh and no number.
     """
-    plain = {one.key for one in tensors if one.kind == "tensor" and one.local not in ((), (1,))}
+    plain = {one.key for one in tensors if one.kind is _core.TensorKind.TENSOR and one.local not in ((), (1,))}
     return {one.key: None for one in tensors if mesh_shards.is_flat(one.key) or (size > 1 and one.key in plain)}
 
 

@@ -91,8 +91,8 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     held = tensors.tensors()
     mesh_shards.refuse_flat(held, is_alone=True)
     _warn_of_unread(path, objects)
-    index.add_wholes([(one.key, number) for one in held if one.kind == "tensor"])
-    shards = {one.key: one.kind for one in held if one.kind != "tensor"}
+    index.add_wholes([(one.key, number) for one in held if one.kind is _core.TensorKind.TENSOR])
+    shards = {one.key: one.kind for one in held if one.kind is not _core.TensorKind.TENSOR}
     try:
         mesh_shards.add_tensors(index, [(tensors, shards)], _OF_RANK_HINT)
     except CoverageError as error:

@@ -207,7 +207,7 @@ def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> tuple[_cor
             held = tensors.tensors(place[rank])
             mesh_shards.refuse_flat(held, is_alone=True)
             keys = [one.key for one in held]
-            if any(one.kind != "tensor" for one in held):
+            if any(one.kind is not _core.TensorKind.TENSOR for one in held):
                 shards |= dict.fromkeys(keys, str(path))
                 continue
         else:

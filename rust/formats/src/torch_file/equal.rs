@@ -13,8 +13,6 @@ use std::path::Path;
 const MAX_KEPT: usize = 4;
 /// Bytes of a pickle that are kept.
 const MAX_BYTES: usize = 16 << 20;
-/// A file of at most so many bytes is read at once: else it takes two small reads for each of its tensors.
-const MAX_SMALL_BYTES: u64 = 4 << 20;
 
 /// Files that were decoded.
 #[derive(Debug, Default)]
@@ -57,12 +55,7 @@ impl Known {
     pub fn read(&self, path: &Path, follow_links: bool) -> Result<Read> {
         let read = || {
             let source = Source::open(path, follow_links, Method::Read)?;
-            let mut whole = Part::default();
-            if source.n_bytes() <= MAX_SMALL_BYTES {
-                whole.bytes.resize(source.n_bytes() as usize, 0);
-                source.read_at(0, &mut whole.bytes)?;
-            }
-            let parts = [whole];
+            let parts = [Part::of_small(&source)?];
             let window = Window::whole(&source).with(&parts);
             let (file, kept) = if is_zip(window)? {
                 let archive = unpacked(window)?;
