@@ -125,6 +125,17 @@ def test_ranks_compare_tensors_as_one_process_does(torchrun: c10d.TCPStore, run:
 
 
 @pytest.mark.slow(disk=False)
+def test_rank_0_says_each_warning_once(torchrun: c10d.TCPStore, tmp_path: Path) -> None:
+    """It opens the checkpoint to lead, and again for its share."""
+    reshard.save_file({"w": np.zeros(3), "e": np.zeros(0)}, tmp_path / "src.safetensors")
+    reshard.convert(tmp_path / "src.safetensors", tmp_path / "hf")
+    warned = reports(on_ranks("diff", tmp_path / "hf", tmp_path / "src.safetensors", "--json", n_ranks=2), 0)[
+        "warnings"
+    ]
+    assert [one.partition(":")[0] for one in warned] == [str(tmp_path / "hf")]
+
+
+@pytest.mark.slow(disk=False)
 def test_ranks_count_values_as_one_process_does(torchrun: c10d.TCPStore, run: Path) -> None:
     alone = json.loads(run_alone("inspect", run, "--stats", "--json").stdout)
     assert len(alone["tensors"]) == 7

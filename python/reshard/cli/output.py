@@ -657,12 +657,13 @@ def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
 
 @contextlib.contextmanager
 def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
-    """Collect logged warnings of the package in a list. If the block raises, they are printed."""
+    """Collect logged warnings of the package in a list, each text once. If the block raises, they are printed."""
     collected: list[str] = []
 
     class _Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            collected.append(record.getMessage())
+            if (text := record.getMessage()) not in collected:
+                collected.append(text)
 
     logger = logging.getLogger("reshard")
     handler = _Collector(logging.WARNING)
