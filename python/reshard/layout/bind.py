@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from reshard.layout.partition import Places, TensorLayout
     from reshard.layout.resolve import Join, Resolved, Unused
 
+    _Array = tuple[str, list[str], Join | None]
+    """The name of an array, the keys in it, and the join if it is one."""
+
 _log = logging.getLogger("reshard")
 
 
@@ -49,6 +52,16 @@ class BoundLayout:
         return list(self.mesh.ranks)
 
     @functools.cached_property
+    def empty_joined(self) -> dict[str, list[str]]:
+        """By name of a join its keys that have no elements."""
+        layouts = self.tensor_layouts
+        return {join.name: [key for key in join.keys if 0 in layouts[key].shape] for join in self.joins}
+
+    @functools.cached_property
+    def _joins(self) -> dict[str, Join]:
+        return {join.name: join for join in self.joins}
+
+    @functools.cached_property
     def _join_of(self) -> dict[str, Join]:
         return {key: join for join in self.joins for key in join.keys}
 
@@ -56,6 +69,10 @@ class BoundLayout:
         """The name of the array that holds a key: that of its join, or the key itself."""
         join = self._join_of.get(key)
         return key if join is None else join.name
+
+    def join_named(self, array: str) -> Join | None:
+        """The join that an array is; None: it is a tensor."""
+        return self._joins.get(array)
 
     def only(self, arrays: Collection[str]) -> BoundLayout:
         """The layout of some of its arrays, in this order."""
@@ -95,16 +112,7 @@ class BoundLayout:
         Raises:
             ArgumentError: the layout has no such rank.
         """
-        if rank not in self._rank_set:
-            raise ArgumentError(
-                f"the layout has no rank {rank}",
-                hint=f"it has {counted(len(self.ranks), 'rank')}, from {min(self.ranks)}",
-            )
-        # Thousands of keys share a handful of places, and thousands of ranks hold the same keys.
-        held = frozenset(place for place, layout in self._at_place.items() if layout.holds(rank))
-        if held not in self._held_at:
-            self._held_at[held] = [key for key, layout in self.tensor_layouts.items() if layout.place in held]
-        return list(self._held_at[held])
+        return list(self._held(rank))
 
     def local_names(self, rank: int, keys: Collection[str] | None = None) -> list[str]:
         """Names of the arrays that a rank loads or saves, in order; a join has the position of its first key.
@@ -126,7 +134,7 @@ class BoundLayout:
 
     def request_of(self, rank: int, names: Collection[str]) -> _core.Request:
         """The request for some arrays of a rank, in the order of `names`; joined keys have the name of their join."""
-        arrays = {one[0]: one for one in self._arrays(rank, None)}
+        arrays = self._all_arrays(rank)
         return self._request((arrays[name] for name in names), rank)
 
     def requests_of(self, arrays: Sequence[tuple[int, tuple[str, ...]]]) -> list[_core.Request]:
@@ -142,7 +150,7 @@ class BoundLayout:
         }
         return [next(made[names]) for _, names in arrays]
 
-    def _request(self, arrays: Iterable[tuple[str, list[str], Join | None]], rank: int) -> _core.Request:
+    def _request(self, arrays: Iterable[_Array], rank: int) -> _core.Request:
         request = _core.Request()
         alone: list[tuple[str, _core.Layout]] = []
         for name, members, join in arrays:
@@ -162,25 +170,54 @@ class BoundLayout:
         return {layout.place: self.layouts[key] for key, layout in self.tensor_layouts.items()}
 
     @functools.cached_property
-    def _held_at(self) -> dict[frozenset[Places], list[str]]:
+    def _held_at(self) -> dict[frozenset[Places], dict[str, None]]:
         """The keys at each of some places, as far as they were asked for."""
+        return {}
+
+    @functools.cached_property
+    def _arrays_at(self) -> dict[int, dict[str, _Array]]:
+        """The arrays of the ranks that hold some keys, by the address of these, as far as they were asked for."""
         return {}
 
     @functools.cached_property
     def _rank_set(self) -> frozenset[int]:
         return frozenset(self.ranks)
 
-    def _arrays(self, rank: int, keys: Collection[str] | None) -> Iterator[tuple[str, list[str], Join | None]]:
-        """`(name, its keys, the join if it is one)` of each array of a rank."""
-        wanted = None if keys is None else set(keys)
-        for key in wanted or ():
+    def _held(self, rank: int) -> dict[str, None]:
+        """The keys of which a rank holds a part: one object for all ranks that hold the same."""
+        if rank not in self._rank_set:
+            raise ArgumentError(
+                f"the layout has no rank {rank}",
+                hint=f"it has {counted(len(self.ranks), 'rank')}, from {min(self.ranks)}",
+            )
+        # Thousands of keys share a handful of places, and thousands of ranks hold the same keys.
+        held = frozenset(place for place, layout in self._at_place.items() if layout.holds(rank))
+        if held not in self._held_at:
+            keys = (key for key, layout in self.tensor_layouts.items() if layout.place in held)
+            self._held_at[held] = dict.fromkeys(keys)
+        return self._held_at[held]
+
+    def _all_arrays(self, rank: int) -> dict[str, _Array]:
+        """All arrays of a rank, by name."""
+        held = self._held(rank)
+        if id(held) not in self._arrays_at:
+            self._arrays_at[id(held)] = {one[0]: one for one in self._arrays_of(held, None)}
+        return self._arrays_at[id(held)]
+
+    def _arrays(self, rank: int, keys: Collection[str] | None) -> Iterable[_Array]:
+        if keys is None:
+            return self._all_arrays(rank).values()
+        wanted = set(keys)
+        for key in wanted:
             if key not in self.layouts:
                 near = ", ".join(show(name) for name in nearest(key, self.layouts))
                 raise KeyNotFoundError(
                     f"no tensor {show(key)}", key=key, hint=f"the nearest names are {near}" if near else None
                 )
-        held = self.holds(rank)
-        held_set = set(held)
+        return self._arrays_of(self._held(rank), wanted)
+
+    def _arrays_of(self, held: Collection[str], wanted: Collection[str] | None) -> Iterator[_Array]:
+        """The arrays of a rank that holds some keys; `wanted`: only these."""
         done: set[str] = set()
         for key in held:
             if wanted is not None and key not in wanted:
@@ -190,7 +227,7 @@ class BoundLayout:
                 yield key, [key], None
             elif join.name not in done:
                 done.add(join.name)
-                members = [member for member in join.keys if member in held_set]
+                members = [member for member in join.keys if member in held]
                 if wanted is not None and (missing := [member for member in members if member not in wanted]):
                     raise LayoutError(
                         f"{show(key)} is asked for, but it is one array with {show(missing[0])} and others in the join "

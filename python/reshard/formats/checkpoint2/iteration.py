@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 import zlib
@@ -411,24 +412,36 @@ def describe_cut(
         file: the content of the file.
         described: the keys that tiles.json describes.
     """
-    members = {join.name: join.keys for join in bound.joins}
+    layouts = bound.tensor_layouts
     for array in file.arrays:
-        keys = [key for key in members.get(array, (array,)) if key in described]
-        if not keys:
+        join = bound.join_named(array)
+        keys = (key for key in ((array,) if join is None else join.keys) if key in described)
+        first = next(keys, None)
+        if first is None:
             continue
-        by_key: dict[str, list[_core.Tile]] = {key: [] for key in keys}
-        if array in by_key:
+        for key in (first, *keys) if first not in builder else ():
+            builder.expect(key, dtype_of[key], layouts[key].shape, overlapping=bool(layouts[key].partition.flat))
+        by_key: dict[str, list[_core.Tile]] = {}
+        if join is None:
             layout = bound.layouts[array]
             shape, by_key[array] = layout.local_shape(file.rank), layout.tiles(file.rank)
         else:
             shape, tiles_of_all = bound.request_of(file.rank, [array]).last()
             for key, tile in tiles_of_all:
-                by_key[key].append(tile)
+                if key in described:
+                    by_key.setdefault(key, []).append(tile)
+            # A key without elements is described once: its ranks may have a part that is equal to that of others. A
+            # part that is padding alone is one of the first key.
+            empty = (key for key in bound.empty_joined[array] if key in described and not builder.is_stored(key))
+            by_key |= {key: [] for key in empty}
+            if not by_key:
+                held = (key for key in join.keys if key in described and bound.layouts[key].holds(file.rank))
+                by_key = {key: [] for key in itertools.islice(held, 1)}
         for key, own in by_key.items():
             # Flattened blocks that share a block which is not split may overlap in it.
-            overlapping = bool(bound.tensor_layouts[key].partition.flat)
+            overlapping = bool(layouts[key].partition.flat)
             stored = tiles.TiledArray(file.name, array, shape, tuple(own))
-            builder.add(key, dtype_of[key], bound.tensor_layouts[key].shape, stored, overlapping=overlapping)
+            builder.add(key, dtype_of[key], layouts[key].shape, stored, overlapping=overlapping)
 
 
 def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:

@@ -37,6 +37,7 @@ TILES_FILE = "tiles.json"
 MAX_BYTES = 256 << 20
 
 _VERSION = 1
+_END_BYTES = 64  # behind the tensors
 _MAX_TENSORS = 1_000_000
 _MAX_DIMS = 32
 _MAX_NAME_BYTES = 1024
@@ -106,6 +107,30 @@ class Builder:
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def expect(self, key: str, dtype: str, shape: Sequence[int], *, overlapping: bool = False) -> None:
+        """Give a tensor its place among the others before its arrays are added.
+
+        Args:
+            key: as in `add`, like the others.
+            dtype: as there.
+            shape: as there.
+            overlapping: as there.
+
+        Raises:
+            ArgumentError: as `add`.
+        """
+        facts = (dtype, tuple(shape), overlapping)
+        if self._tensors.setdefault(key, facts) != facts:
+            raise ArgumentError(f"{show(key)} is {facts} here and {self._tensors[key]} before", key=key)
+        self._stored.setdefault(key, [])
+
+    def is_stored(self, key: str) -> bool:
+        """Whether an array of the tensor was added."""
+        return bool(self._stored.get(key))
+
     def add(self, key: str, dtype: str, shape: Sequence[int], stored: TiledArray, *, overlapping: bool = False) -> None:
         """Add one array that holds a part of a tensor.
 
@@ -119,10 +144,8 @@ class Builder:
         Raises:
             ArgumentError: the tensor was added before with another dtype or shape.
         """
-        facts = (dtype, tuple(shape), overlapping)
-        if self._tensors.setdefault(key, facts) != facts:
-            raise ArgumentError(f"{show(key)} is {facts} here and {self._tensors[key]} before", key=key)
-        self._stored.setdefault(key, []).append(stored)
+        self.expect(key, dtype, shape, overlapping=overlapping)
+        self._stored[key].append(stored)
 
     def build(self, layout: Mapping[str, Any] | None = None) -> TilesFile:
         """The content of the file, with the layout by which the tensors were cut."""
@@ -149,9 +172,10 @@ def write(path: str | os.PathLike[str], content: TilesFile, mode: int = 0o666, *
 
 
 def pieces(content: TilesFile) -> Iterator[bytes]:
-    """The text of the file, tensor by tensor."""
-    yield f'{{"version":{_VERSION},\n"layout":{_dump(content.layout)},\n"tensors":{{'.encode()
-    comma = ""
+    """The text of the file, tensor by tensor. Raises UnsupportedError if it is longer than a reader accepts."""
+    head = f'{{"version":{_VERSION},\n"layout":{_dump(content.layout)},\n"tensors":{{'.encode()
+    yield head
+    comma, n_bytes = "", len(head)
     for key, tensor in content.tensors.items():
         value = {
             "dtype": tensor.dtype,
@@ -161,7 +185,16 @@ def pieces(content: TilesFile) -> Iterator[bytes]:
                 {"file": one.file, "name": one.name, "shape": one.shape, "tiles": one.tiles} for one in tensor.stored
             ],
         }
-        yield f"{comma}\n{_dump(key)}:{_dump(value)}".encode()
+        piece = f"{comma}\n{_dump(key)}:{_dump(value)}".encode()
+        n_bytes += len(piece)
+        if n_bytes > MAX_BYTES - _END_BYTES:
+            raise UnsupportedError(
+                f"{TILES_FILE} would have more than {MAX_BYTES >> 20} MiB: it lists the parts of "
+                f"{len(content.tensors)} tensors on all ranks",
+                key=key,
+                hint="choose a layout in which fewer ranks hold a part of each tensor, such as one with `join`",
+            )
+        yield piece
         comma = ","
     yield b"}}\n"
 

@@ -64,7 +64,7 @@ def _write(job: Job, bound: BoundLayout) -> Written:
         return write_one_file(job)
     check_folder_free(job)
     dtype_of = {key: dtype for key, (dtype, _) in dtypes_and_parts(job).items()}
-    keys = list(dtype_of)
+    keys = frozenset(dtype_of)
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
     builder = tiles.Builder()
     contents = []
