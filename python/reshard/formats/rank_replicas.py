@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _BATCH_BYTES = 4 << 20
+_ROUND_ARRAYS = 1 << 14
 
 
 class HeldArray(NamedTuple):
@@ -146,7 +147,7 @@ class Replicas:
         pending -= self._equal
         if not pending:
             return
-        groups = [(key, group) for key in sorted(pending) for group in self._copies[key]]
+        groups = ((key, group) for key in sorted(pending) for group in self._copies[key])
         different = next(_different(index, groups), None)
         if different is not None:
             key, rank, other = different
@@ -164,50 +165,80 @@ def are_equal(index: _core.Index, arrays: Sequence[HeldArray]) -> bool:
     return next(_different(index, [("", arrays)]), None) is None
 
 
-def _different(index: _core.Index, groups: Sequence[tuple[str, Sequence[HeldArray]]]) -> Iterator[tuple[str, int, int]]:
+def _different(index: _core.Index, groups: Iterable[_Group]) -> Iterator[tuple[str, int, int]]:
     """The key of arrays that differ, with their ranks."""
     again = index.files_again(range(index.n_files))
-    for n, (_, group) in enumerate(groups):
-        for i, array in enumerate(group):
-            strides = row_major(array.shape) if array.strides is None else array.strides
-            tile = Tile((0,) * len(array.shape), array.shape, 0, strides)
-            again.add_tiles(f"{n} {i}", array.dtype, array.shape, [array.tiled([tile])])
+    first = 0
     try:
-        for batch in _batches(groups):
-            request = _core.Request()
-            for n, offset, shape in batch:
-                for i in range(len(groups[n][1])):
-                    request.add_region(f"{n} {i}", f"{n} {i}", offset, shape)
-            found = load_all(again.plan(request))
-            for n, *_ in batch:
-                key, group = groups[n]
-                first = found[f"{n} 0"].tobytes()
-                for i in range(1, len(group)):
-                    if found[f"{n} {i}"].tobytes() != first:
-                        yield key, group[0].rank, group[i].rank
+        for described in _rounds(groups):
+            for n, (_, group) in enumerate(described, first):
+                # One after the other in the first dim of one tensor: of many small ones an index has less to hold.
+                shape = group[0].shape or (1,)
+                stored = []
+                for i, array in enumerate(group):
+                    strides = (row_major(array.shape) if array.strides is None else array.strides) or (1,)
+                    stored.append(array.tiled([Tile((i * shape[0], *(0 for _ in shape[1:])), shape, 0, strides)]))
+                again.add_tiles(str(n), group[0].dtype, (len(group) * shape[0], *shape[1:]), stored)
+            for batch in _batches(described):
+                yield from _different_of(again, described, first, batch)
+            first += len(described)
     finally:
         again.close()
 
 
+def _different_of(
+    again: _core.Index, groups: Sequence[_Group], first: int, batch: Sequence[_Unit]
+) -> Iterator[tuple[str, int, int]]:
+    """As `_different`, of the rows of a batch. The groups are those from number `first` on of the index."""
+    request = _core.Request()
+    for n, (start, *rest), shape in batch:
+        group = groups[n][1]
+        n_rows = (group[0].shape or (1,))[0]
+        for i in range(len(group)):
+            request.add_region(f"{first + n} {i}", str(first + n), (i * n_rows + start, *rest), shape)
+    found = load_all(again.plan(request))
+    for n, *_ in batch:
+        key, group = groups[n]
+        expected = found[f"{first + n} 0"].tobytes()
+        for i in range(1, len(group)):
+            if found[f"{first + n} {i}"].tobytes() != expected:
+                yield key, group[0].rank, group[i].rank
+
+
+def _rounds(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
+    """Groups that are described together: a run of 256 ranks can have a million copies."""
+    described: list[_Group] = []
+    n_arrays = 0
+    for one in groups:
+        described.append(one)
+        n_arrays += len(one[1])
+        if n_arrays >= _ROUND_ARRAYS:
+            yield described
+            described, n_arrays = [], 0
+    if described:
+        yield described
+
+
+_Group = tuple[str, "Sequence[HeldArray]"]
 _Unit = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
-def _batches(groups: Sequence[tuple[str, Sequence[HeldArray]]]) -> Iterator[list[_Unit]]:
+def _batches(groups: Sequence[_Group]) -> Iterator[list[_Unit]]:
     """Rows that are read together: number of the group, offset and shape. A group is once in a batch."""
     batch: list[_Unit] = []
     n_bytes = 0
     for n, (_, group) in enumerate(groups):
-        shape, bits = group[0].shape, dtypes.bits(group[0].dtype) * len(group)
+        shape, bits = group[0].shape or (1,), dtypes.bits(group[0].dtype) * len(group)
         rest = tuple(shape[1:])
         row = max(1, math.prod(rest) * bits // 8)
         rows = max(1, _BATCH_BYTES // row)
-        for start in range(0, shape[0], rows) if shape else (0,):
-            unit_shape = (min(rows, shape[0] - start), *rest) if shape else ()
+        for start in range(0, shape[0], rows):
+            unit_shape = (min(rows, shape[0] - start), *rest)
             size = math.prod(unit_shape) * bits // 8
             if batch and (start or n_bytes + size > _BATCH_BYTES):
                 yield batch
                 batch, n_bytes = [], 0
-            batch.append((n, (start, *(0 for _ in rest)) if shape else (), unit_shape))
+            batch.append((n, (start, *(0 for _ in rest)), unit_shape))
             n_bytes += size
     if batch:
         yield batch

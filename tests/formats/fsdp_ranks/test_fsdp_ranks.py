@@ -34,6 +34,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.formats import rank_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,7 +247,12 @@ def test_files_of_several_runs(tmp_path: Path) -> None:
         reshard.open(tmp_path / "b")
 
 
-def test_copies_are_compared_under_other_names_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("round_arrays", [1, 3, 100])
+def test_copies_are_compared_under_other_names_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, round_arrays: int
+) -> None:
+    monkeypatch.setattr(rank_replicas, "_ROUND_ARRAYS", round_arrays)
+
     def make(mesh: Any) -> dict[str, Any]:
         value = 1 + mesh.get_coordinate()[0]
         return {
