@@ -60,7 +60,9 @@ KEPT = (
 
 
 def debris(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if "share-" in path.name]
+    return [
+        str(path.relative_to(folder)) for path in folder.rglob("*") if "share-" in path.name or path.name == ".staging"
+    ]
 
 
 @pytest.mark.parametrize("options", TARGETS, ids=lambda options: options["to"])

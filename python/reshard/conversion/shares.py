@@ -473,6 +473,9 @@ def committing(folder: Location, *, waits: bool) -> Iterator[bool]:
         yield is_ours
         if is_ours:
             remove_folder(folder)
+            if folder.parent.name == STAGING_FOLDER:  # of a root, where one process leaves none
+                with contextlib.suppress(ReshardError):
+                    folder.store.remove_empty_folder(folder.parent.path)
 
 
 def place(
