@@ -525,7 +525,7 @@ class WrittenRange(NamedTuple):
         not_finite: as of `Written`, for the values in the part.
         sums: of each array in the part, if the container has sums.
         first_sent: of an object, the number of the first part of the upload, from 0.
-        sent: of an object, what the service says of each part of the upload, in their order.
+        sent: of an object, what the service says of each part of the upload, in their order; empty: it was left out.
     """
 
     start: int
@@ -1306,7 +1306,8 @@ class Plan:
     ) -> WrittenRange:
         """Write a part of the file that `write` writes, under its name, which other processes fill at the same time.
 
-        The sums of arrays of a container are left out: `write_sums` writes them when all parts are there.
+        The sums of arrays of a container are left out: `write_sums` writes them when all parts are there. Of an object,
+        parts of the upload with sums of arrays that begin in another part of the file are left out: see `send_left`.
 
         Args:
             path: the file.
@@ -1317,8 +1318,35 @@ class Plan:
             metadata: as in `write`; so are all others.
 
         Raises:
-            ArgumentError: the container does not fit the arrays, or has sums, and it is an object.
+            ArgumentError: the container does not fit the arrays.
             StorageError: among others, with the error number ESTALE: the service does not have the upload.
+        """
+
+    def send_left(
+        self,
+        path: str,
+        upload: str,
+        numbers: Sequence[int],
+        *,
+        container: Container,
+        sums: Sequence[PartSum],
+        buffers: Buffers | None = None,
+        threads: int | None = None,
+    ) -> list[str]:
+        """Send the parts of an upload that `write_part` has left out. Returns what the service says of each.
+
+        Args:
+            path: the object.
+            upload: the upload.
+            numbers: those of the parts, from 0.
+            container: that of the file.
+            sums: `sums` of all parts of the file, in its order.
+            buffers: as in `write`.
+            threads: as in `write`.
+
+        Raises:
+            ArgumentError: the sums are not those of all arrays.
+            StorageError: as of `write_part`.
         """
 
 @final

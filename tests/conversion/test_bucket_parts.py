@@ -18,7 +18,7 @@ from tests.servers.proxy import Proxy, before_server
 from tests.servers.s3 import BUCKET
 
 import reshard
-from reshard.conversion import buckets, destinations
+from reshard.conversion import buckets
 from reshard.conversion.bucket_shares import SentParts, cut_files
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError, ReshardError, StorageError
 from reshard.ranks.places import ShareRun
@@ -43,7 +43,10 @@ DESTINATIONS: dict[str, dict[str, Any]] = {
     "several files": {"to": "huggingface", "max_shard_size": 45_000_000},
     "ranks": {"to": "safetensors", "layout": {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}},
     "torch": {"to": "torch"},
+    "dcp": {"to": "dcp"},
+    "pt": {"to": "torch"},
 }
+SUFFIXES = {"file": ".safetensors", "pt": ".pt"}
 
 
 def made(folder: Path, sizes: Sequence[int] = (40_000_000, 3, 9_000_000)) -> Path:
@@ -97,7 +100,7 @@ def is_whole(place: Location) -> bool:
 
 
 def target_of(folder: Location, kind: str) -> Location:
-    return folder / f"{next(_numbers)}{'.safetensors' if kind == 'file' else ''}"
+    return folder / f"{next(_numbers)}{SUFFIXES.get(kind, '')}"
 
 
 @pytest.fixture
@@ -120,7 +123,7 @@ def test_any_shares_in_any_order_are_byte_for_byte_one_process(
     folder, proxy = bucket
     rng = random.Random(f"{SEED} {request.node.name}")
     for case in range(3 * FACTOR):
-        kind = rng.choice(list(DESTINATIONS)[:4])
+        kind = rng.choice(list(DESTINATIONS))
         sizes = [rng.randrange(1, 3_000_000) for _ in range(rng.randrange(4))] + [rng.randrange(33_000_000, 80_000_000)]
         rng.shuffle(sizes)
         source = made(tmp_path / str(case), sizes)
@@ -148,26 +151,45 @@ def test_ranges_are_complete_parts_and_all_shares_have_some(folder: Location, so
     n_bytes = (tmp_path / "alone.safetensors").stat().st_size
     assert [one.n_bytes for one in reports] == [_PART, _PART, n_bytes]
     assert content(target) == content(tmp_path / "alone.safetensors")
-    assert cut_files([10, 40 << 20, 40 << 20], 1, {1})[0][1:] == [(1, 0, 40 << 20, True), (2, 0, 40 << 20, False)]
-    assert cut_files([10, 40 << 20], 1, {1}) == [[(0, 0, 10, True)]]
-    assert cut_files([], 2, ()) == [[], []]
+    assert cut_files([10, 40 << 20, 40 << 20], 1)[0][1:] == [(1, 0, 40 << 20, True), (2, 0, 40 << 20, False)]
+    assert cut_files([10, 10], 1) == [[(0, 0, 10, True)]]
+    assert cut_files([], 2) == [[], []]
 
 
 @pytest.mark.slow(disk=False)
-def test_a_file_with_sums_is_written_by_one_share_and_a_warning_says_so(
-    folder: Location, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["pt", "torch", "dcp"])
+def test_a_file_with_sums_is_written_by_all_shares_and_the_last_one_sends_parts_with_sums_of_others(
+    proxy: Proxy, folder: Location, tmp_path: Path, kind: str
 ) -> None:
-    for name in ("hf", "w.pt"):
-        reshard.convert(source, tmp_path / name, to="torch")
-        reports = [reshard.convert(source, str(folder / name), to="torch", share=(index, 3)) for index in range(3)]
-        assert [one.n_files for one in reports] == [0, 0, 1 if name == "w.pt" else reports[2].n_files]
-        assert content(folder / name) == content(tmp_path / name)
-        assert uploads_of(folder / name) == []
-    monkeypatch.setattr(destinations, "_LARGE_FILE_BYTES", 1)
-    for name in ("on.pt", "on.safetensors"):
-        report = reshard.convert(source, str(folder / name), on=InProcess())
-        has_warning = any("3 shares write 1 file, each by one process" in one for one in report.warnings)
-        assert has_warning == name.endswith(".pt")
+    source = made(tmp_path / "sizes", (7_000_000, 58_000_000, 3, 25_000_000, 0, 21_000_000))
+    alone, target = tmp_path / f"alone{SUFFIXES.get(kind, '')}", target_of(folder, kind)
+    reshard.convert(source, alone, **DESTINATIONS[kind])
+    n_bytes = max(len(one) for one in content(alone).values())
+    reports, sent = [], []
+    for index in (2, 0, 1):
+        proxy.log.clear()
+        reports.append(reshard.convert(source, str(target), share=(index, 3), **DESTINATIONS[kind]))
+        numbers = [re.search(r"partNumber=(\d+)", path) for method, path, *_ in proxy.log if method == "PUT"]
+        sent.append([int(found[1]) for found in numbers if found is not None])
+    # The second array and the fourth one end in other shares than they begin, in parts 4 and 6; the directory is in 7.
+    assert [sorted(one) for one in sent] == [[5], [1, 2], [3, 4, 6, 7]]
+    assert n_bytes // _PART == 6
+    assert content(target) == content(alone)
+    assert uploads_of(target) == []
+
+
+def test_sums_that_are_not_those_of_all_bytes_are_refused(folder: Location, source: Path) -> None:
+    target = target_of(folder, "pt")
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+    records = buckets.home_of(target)
+    (record,) = (records / name for name, _ in store_of(target).below(records.path) if name.endswith("share-0.json"))
+    found = json.loads(record.read_small(100_000))
+    (one,) = found["parts"].values()
+    one[-1].pop()
+    record.replace(json.dumps(found))
+    with pytest.raises(ArgumentError, match=r"there are sums of \d+ bytes, expected 49000008"):
+        reshard.convert(source, str(target), share=(1, 2))
+    assert target.kind() is None
 
 
 class InProcess:
@@ -247,7 +269,7 @@ def test_the_next_conversion_ends_the_uploads_of_one_that_was_killed(
 
 
 @pytest.mark.slow(disk=False)
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["folder", "file", "torch"])
 def test_an_upload_that_the_service_has_ended_is_begun_anew(
     folder: Location, source: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -267,7 +289,7 @@ def test_an_upload_that_the_service_has_ended_is_begun_anew(
         assert "overwrite=True" in (caught.value.hint or "")
         with pytest.raises(DestinationExistsError, match="another conversion"):
             reshard.convert(source, str(target), share=(2, 3), **options)
-        assert content(target).keys() <= {"config.json"} if kind == "folder" else target.kind() is None
+        assert content(target).keys() <= {"config.json"} if kind != "file" else target.kind() is None
         for index in (2, 0, 1):
             report = reshard.convert(source, str(target), share=(index, 3), overwrite=True, **options)
         assert report.pending == ()
@@ -280,7 +302,7 @@ def test_an_upload_that_the_service_has_ended_is_begun_anew(
 def test_of_shares_that_begin_at_the_same_time_one_begins_the_upload(
     proxy: Proxy, folder: Location, source: Path, tmp_path: Path, kind: str
 ) -> None:
-    alone = tmp_path / ("alone.safetensors" if kind == "file" else "alone")
+    alone = tmp_path / f"alone{SUFFIXES.get(kind, '')}"
     reshard.convert(source, alone, **DESTINATIONS[kind])
     for number in range(3):
         target = target_of(folder, kind)
@@ -318,12 +340,12 @@ def _brief_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow(disk=False)
 @pytest.mark.usefixtures("_brief_preparation")
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["folder", "file", "torch"])
 def test_shares_that_are_killed_at_random_requests_leave_the_same_bytes_and_no_upload(
     proxy: Proxy, folder: Location, source: Path, tmp_path: Path, kind: str
 ) -> None:
     rng, n_killed, n_anew = random.Random(f"{SEED} {kind}"), 0, 0
-    alone = tmp_path / ("alone.safetensors" if kind == "file" else "alone")
+    alone = tmp_path / f"alone{SUFFIXES.get(kind, '')}"
     reshard.convert(source, alone, **DESTINATIONS[kind])
     for case in range(10 * FACTOR):
         target, how, place = target_of(folder, kind), dict(DESTINATIONS[kind]), f"seed {SEED}, case {case}"

@@ -16,8 +16,9 @@ finds that all is done.
     again     a share that was interrupted is written by calling it again, also one that was publishing. It sends all of
               its parts, which take the place of those with the same numbers; the record tells which ones count. If a
               file is complete already, it has its size and another ETag than before, and counts as completed
-    no sums   a file with sums of its arrays, as of `torch.save`, is written by one share: nothing is changed in parts
-              that were sent, and no share knows the sums of arrays that begin in another one
+    sums      of a file with sums of its arrays, as of `torch.save`, a share records the sums of what it has of each
+              array, and does not send the few parts with sums of arrays that begin in another share. The one that
+              publishes sends these, as it knows the sums of all arrays
     lost      if the service does not have an upload or a part any more, as after a rule of the bucket, a share says so
               in an object beside the records: nobody joins the claim any more, and `overwrite` begins anew
 """
@@ -50,7 +51,7 @@ _PUBLISHED = "published.json"
 _LOST = "lost.json"
 
 
-def cut_files(sizes: Sequence[int], n_shares: int, whole: Collection[int]) -> list[list[Part]]:
+def cut_files(sizes: Sequence[int], n_shares: int) -> list[list[Part]]:
     """The files and the parts of files that each share writes.
 
     The last file is visible after all others: it is never whole. If it has no parts, no share writes it.
@@ -58,17 +59,16 @@ def cut_files(sizes: Sequence[int], n_shares: int, whole: Collection[int]) -> li
     Args:
         sizes: bytes of the arrays of each file, in the order in which files become visible.
         n_shares: how many shares there are.
-        whole: numbers of files that have no parts. Small files have none either.
 
     Example:
-        >>> [[(part.file, part.is_whole) for part in share] for share in cut_files([10, 10, 10], 2, ())]
+        >>> [[(part.file, part.is_whole) for part in share] for share in cut_files([10, 10, 10], 2)]
         [[(0, True)], [(1, True)]]
-        >>> [[(part.start >> 20, part.end >> 20) for part in share] for share in cut_files([80 << 20], 2, ())]
+        >>> [[(part.start >> 20, part.end >> 20) for part in share] for share in cut_files([80 << 20], 2)]
         [[(0, 40)], [(40, 80)]]
     """
     last = len(sizes) - 1
-    has_parts = bool(sizes) and last not in whole and sizes[last] >= MIN_UPLOAD_BYTES
-    shares = cut(sizes if has_parts else sizes[:-1], n_shares, whole, MIN_UPLOAD_BYTES)
+    has_parts = bool(sizes) and sizes[last] >= MIN_UPLOAD_BYTES
+    shares = cut(sizes if has_parts else sizes[:-1], n_shares, MIN_UPLOAD_BYTES)
     return [[part._replace(is_whole=part.is_whole and part.file != last) for part in share] for share in shares]
 
 
@@ -94,7 +94,8 @@ class SentParts:
         n_file_bytes: bytes of the file.
         n_bytes: bytes of the parts.
         first: number of the first one, from 0.
-        sent: what the service has said of each.
+        sent: what the service has said of each; empty: it is left to the share that publishes.
+        sums: of a file with sums of its arrays, those of what the parts have of each.
     """
 
     upload: str
@@ -102,6 +103,7 @@ class SentParts:
     n_bytes: int
     first: int
     sent: tuple[str, ...]
+    sums: tuple[_core.PartSum, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class BucketShares:
         """Record that this share was written. Raises StorageError."""
         files = {name: [one.n_bytes, one.e_tag] for name, one in written.files.items()}
         parts = {
-            name: [one.upload, one.n_file_bytes, one.n_bytes, one.first, one.sent]
+            name: [one.upload, one.n_file_bytes, one.n_bytes, one.first, one.sent, one.sums]
             for name, one in written.parts.items()
         }
         (self.folder / self.share.name).replace(json.dumps({"files": files, "parts": parts}))
@@ -263,8 +265,8 @@ class BucketShares:
             content = self._json(name)
             files = {name: WrittenObject(int(n_bytes), str(tag)) for name, (n_bytes, tag) in content["files"].items()}
             parts = {
-                name: SentParts(str(upload), int(n_file_bytes), int(n_bytes), int(first), tuple(map(str, sent)))
-                for name, (upload, n_file_bytes, n_bytes, first, sent) in content.get("parts", {}).items()
+                name: SentParts(str(upload), *map(int, numbers), tuple(map(str, sent)), _sums(sums))
+                for name, (upload, *numbers, sent, sums) in content.get("parts", {}).items()
             }
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None
@@ -279,6 +281,10 @@ class BucketShares:
         except (CheckpointNotFoundError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def _sums(found: Sequence[Sequence[int]]) -> tuple[_core.PartSum, ...]:
+    return tuple(_core.PartSum(int(array), int(n_bytes), int(crc)) for array, n_bytes, crc in found)
 
 
 def _are_of_one_file(parts: Sequence[SentParts]) -> bool:

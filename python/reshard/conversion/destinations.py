@@ -6,6 +6,7 @@ A `Job` is the source and the destination. Its files are planned first; then the
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 from dataclasses import dataclass, field, replace
@@ -27,11 +28,11 @@ from reshard.conversion.shares import (
     warn_of_others,
     write_record,
 )
-from reshard.errors import CheckpointNotFoundError, DestinationExistsError
+from reshard.errors import CheckpointNotFoundError, DestinationExistsError, StorageError
 from reshard.storage.changes import make_folders, remove_folder, set_mode, temporary_folder
 from reshard.storage.location import locate
 from reshard.storage.names import example_of
-from reshard.values.words import counted, show
+from reshard.values.words import show
 from reshard.write.contents import DtypeAndPart, FileContent, JointProgress
 from reshard.write.shard_files import WrittenFile
 
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
 _FILES_AT_ONCE = 1024  # after which progress is reported
-_LARGE_FILE_BYTES = 1 << 30  # the share that writes it keeps the others waiting
 
 _log = logging.getLogger("reshard")
 _T = TypeVar("_T")
@@ -68,11 +68,6 @@ class File:
     name: str
     request: _core.Request
     container: _core.Container | None = None
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether it holds sums of its arrays."""
-        return self.container is not None and bool(self.container[2])
 
 
 @dataclass(frozen=True)
@@ -477,7 +472,7 @@ def publish_folder(
         is_replaced = is_ours or functools.partial(is_our_file, job)
         if job.shared is not None:
             report = _publish_shares(job, job.shared, files, start, is_replaced)
-            return replace(report, path=path or job.target, warnings=[*warnings, *_idle(job, job.shared, files)])
+            return replace(report, path=path or job.target, warnings=list(warnings))
         with filled_bucket(job.target, commits=job.known_files.commits) as bucket:
             beside = start(bucket)
             bucket.claim([file.name for file in files], overwrite=job.overwrite)
@@ -505,7 +500,7 @@ def write_object(job: Job, file: File) -> Written:
     """
     if job.shared is not None:
         report = _publish_shares(job, job.shared, [file], lambda _: {}, lambda _: False, file=file.name)
-        return replace(report, path=job.target, warnings=_idle(job, job.shared, [file]))
+        return replace(report, path=job.target)
     folder, sizes = job.target.parent, file_sizes(job, [file])
     if not left_in(home_of(job.target)):
         written = write_files(job, folder, [file], sizes)
@@ -558,8 +553,7 @@ def _publish_shares(
         by_name = {file.name: file for file in files}
         ordered = [by_name[name] for name in names]
         sizes = file_sizes(job, ordered)
-        with_sums = [number for number, one in enumerate(ordered) if one.has_sums]
-        parts = cut_files(sizes, shared.share.count, with_sums)
+        parts = cut_files(sizes, shared.share.count)
         if shared.is_sent:
             if not bucket.join(shared.folder.name, 0.0):
                 raise CheckpointNotFoundError(
@@ -622,18 +616,6 @@ def _publish_shares(
             raise
 
 
-def _idle(job: Job, shared: Shared, files: list[File]) -> list[str]:
-    """A warning of the first process if shares write no file, as files with sums are written by one process each."""
-    n_shares = shared.share.count
-    if shared.is_sent or shared.share.index > 0 or len(files) > n_shares:
-        return []
-    with_sums = [file for file in files if file.has_sums]
-    if max(file_sizes(job, with_sums), default=0) < _LARGE_FILE_BYTES:
-        return []
-    words = f"{n_shares} shares write {counted(len(files), 'file')}, each by one process, so some write none"
-    return [f"{words}; smaller files of a folder (`max_shard_size`) divide the work"]
-
-
 def _commit_shares(
     job: Job,
     bucket: BucketFolder,
@@ -646,10 +628,10 @@ def _commit_shares(
     found, parts = shares.all({file.name for file in ordered} - {file.name for file in last})
     bucket.wrote({name: one.e_tag for name, one in found.items()})
     with shares.noting_lost_uploads():
-        for name in (file.name for file in ordered if file.name in parts):
+        for one in (file for file in ordered if file.name in parts):
             bucket.check_claim()
-            sent = [part for one in parts[name] for part in one.sent]
-            bucket.complete_upload(name, parts[name][0].n_file_bytes, sent)
+            sent = _all_sent(job, bucket, one, parts[one.name])
+            bucket.complete_upload(one.name, parts[one.name][0].n_file_bytes, sent)
     written = write_files(job, bucket.target, last, file_sizes(job, last), bucket.check_claim)
     bucket.wrote({name: one.e_tag for name, one in written.items()})
     is_alone = job.shared is None or job.shared.spread is not None
@@ -658,6 +640,31 @@ def _commit_shares(
     n_bytes = sum(one.n_bytes for one in found.values()) + sum(one[0].n_file_bytes for one in parts.values())
     n_files = len(found) + len(parts) + len(written) + len(beside)
     return Written(job.target, n_files, n_bytes + n_bytes_of(written) + n_bytes_of(beside))
+
+
+def _all_sent(job: Job, bucket: BucketFolder, file: File, parts: list[SentParts]) -> list[str]:
+    """What the service has said of all parts of a file; those that no share could send are sent now."""
+    sent = [part for one in parts for part in one.sent]
+    left = [number for number, part in enumerate(sent) if not part]
+    if not left or file.container is None:
+        return sent
+    try:
+        new = job.plan(file.request).send_left(
+            str(bucket.target / file.name),
+            bucket.upload_of(file.name),
+            left,
+            container=file.container,
+            sums=[part for one in parts for part in one.sums],
+            buffers=job.options.buffers,
+            threads=job.options.threads,
+        )
+        job.source.check_unchanged()
+    except StorageError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        new = [""] * len(left)  # an earlier publication has completed the upload, or it is lost: the next step tells it
+    found = iter(new)
+    return [part or next(found) for part in sent]
 
 
 def _write_bucket_share(
@@ -678,7 +685,10 @@ def _write_bucket_share(
         upload = bucket.upload_of(file.name)
         write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end, upload=upload)
         one = streamed(write, job, bucket.target, file, report)
-        record.parts[file.name] = SentParts(upload, one.n_bytes, one.end - one.start, one.first_sent, tuple(one.sent))
+        n_sent = one.end - one.start
+        record.parts[file.name] = SentParts(
+            upload, one.n_bytes, n_sent, one.first_sent, tuple(one.sent), tuple(one.sums)
+        )
     job.source.check_unchanged()
     return record
 

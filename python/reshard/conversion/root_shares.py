@@ -119,7 +119,7 @@ def written_by_shares(
 
 
 def _cut(sizes: Sequence[int], n_shares: int) -> list[list[Part]]:
-    return cut(sizes, n_shares, (), MIN_UPLOAD_BYTES)
+    return cut(sizes, n_shares, MIN_UPLOAD_BYTES)
 
 
 @contextlib.contextmanager

@@ -228,16 +228,13 @@ class Part(NamedTuple):
     is_whole: bool
 
 
-def cut(
-    sizes: Sequence[int], n_shares: int, whole: Collection[int] = (), min_bytes: int | None = None
-) -> list[list[Part]]:
+def cut(sizes: Sequence[int], n_shares: int, min_bytes: int | None = None) -> list[list[Part]]:
     """The parts of files that each share writes: as many bytes for each, in the order of the files.
 
     Args:
         sizes: bytes of the arrays of each file.
         n_shares: how many shares there are.
-        whole: numbers of files that have no parts.
-        min_bytes: files with fewer bytes have none either; None: `MIN_CUT_BYTES`.
+        min_bytes: files with fewer bytes have no parts; None: `MIN_CUT_BYTES`.
 
     Example:
         >>> [[part.file for part in share] for share in cut([10, 40, 30, 10], 2)]
@@ -251,7 +248,7 @@ def cut(
     bounds = [total * index // n_shares for index in range(1, n_shares)]
     start = 0
     for number, size in enumerate(sizes):
-        if number in whole or size < least:
+        if size < least:
             shares[bisect_right(bounds, start + size // 2)].append(Part(number, 0, size, is_whole=True))
         else:
             index, at = bisect_right(bounds, start), 0

@@ -18,7 +18,7 @@
 //!
 //! A file of another format is given as a [`Container`]: the bytes between the arrays, and the places of their CRC-32.
 //! A piece with such a sum is written when all pieces before it are filled: every byte is written once. Several processes
-//! that write parts of a file leave the sums out; see [`write_sums`].
+//! that write parts of a file leave the sums out; see [`write_sums`] and [`send_left`].
 
 mod buffers;
 mod content;
@@ -43,6 +43,8 @@ pub use content::{Container, Sum};
 pub(crate) use content::{Content, header_of};
 pub use durable::{SyncResult, rename, sync_folder, sync_in_turn, sync_together};
 use pieces::{Bytes, PieceWriter};
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -256,7 +258,7 @@ pub struct WrittenPart {
     pub not_finite: Vec<(String, NotFinite)>,
     /// Of the arrays in the part, if the container has sums.
     pub sums: Vec<SumOfPart>,
-    /// Of an object, what the service says of each part of the upload, in their order.
+    /// Of an object, what the service says of each part of the upload, in their order; empty: it is left to [`send_left`].
     pub sent: Vec<String>,
     /// Of an object, the number of the first part of the upload, from 0.
     pub first_sent: u64,
@@ -265,10 +267,11 @@ pub struct WrittenPart {
 /// Writes a part of the file that [`write()`] writes, into a file that is there and that other processes fill at the same
 /// time, or into an upload in parts. The parts of a file are given by positions in the bytes of its arrays; those that
 /// follow each other there do so in the file. The sums of arrays are left out: [`write_sums`] writes them when all parts
-/// are there.
+/// are there. Of an object, what is left out are the parts of the upload with sums of arrays that begin in another part of
+/// the file: [`send_left`] sends them.
 ///
 /// # Arguments
-/// `upload` - the ID of the upload of an object, which has no sums. A part begins with a part of the upload.
+/// `upload` - the ID of the upload of an object. A part begins with a part of the upload.
 ///
 /// # Errors
 /// As [`write()`]; what was written stays.
@@ -282,9 +285,8 @@ pub fn write_part(
     control: &Control,
 ) -> Result<WrittenPart> {
     let content = Content::of_options(plan, options).map_err(|error| error.path(path))?;
-    let has_sums = !content.container.sums.is_empty();
-    if part.start > part.end || is_url(path) != upload.is_some() || (has_sums && upload.is_some()) {
-        let message = "a local file is written in parts, or an upload of an object without sums";
+    if part.start > part.end || is_url(path) != upload.is_some() {
+        let message = "a local file is written in parts, or an upload of an object";
         return Err(Error::new(Kind::Argument, message).path(path));
     }
     let n_bytes = content.n_bytes();
@@ -294,8 +296,23 @@ pub fn write_part(
         // The nearest one, as these parts are large: so no process has two more than another.
         let near = |at| content.position(if at == 0 { 0 } else { at + unit / 2 }, unit);
         let range = near(part.start)..near(part.end);
-        let create = |_| (writer.open_upload)(path, n_bytes, id, control);
-        let written = write_range(&content, &range, create, buffers, control)?;
+        let left = content.units_without_sums(&range, unit);
+        let create = |_| -> Result<_> {
+            let sink = (writer.open_upload)(path, n_bytes, id, control)?;
+            Ok(WithoutSome {
+                sink,
+                left: &left,
+                unit,
+            })
+        };
+        let mut written = write_range(&content, &range, create, buffers, control)?;
+        let mut sent = written.identities.into_iter();
+        let numbers = range.start.div_ceil(unit)..range.end.div_ceil(unit); // an empty one can be at the end
+        let of_part = |number| (!left.contains(&number)).then(|| sent.next()).flatten();
+        written.identities = numbers
+            .map(of_part)
+            .map(Option::unwrap_or_default)
+            .collect();
         (range, unit, written)
     } else {
         let unit = CHUNK_BYTES as u64;
@@ -320,6 +337,68 @@ pub fn write_part(
         not_finite: written.not_finite,
         sums,
     })
+}
+
+/// What [`write_part`] has left out of an object.
+#[derive(Debug, Clone)]
+pub struct LeftParts<'a> {
+    /// The ID of the upload.
+    pub upload: &'a str,
+    /// The numbers of the parts of the upload, from 0, in order.
+    pub numbers: &'a [u64],
+    /// What [`WrittenPart::sums`] says, of all parts in the order of the file.
+    pub sums: &'a [SumOfPart],
+}
+
+/// Sends the parts of an upload that [`write_part`] has left out, as the sums of all arrays are known now. Returns what the
+/// service says of each.
+///
+/// # Errors
+/// As [`write_part`]; the sums are not those of all arrays.
+pub fn send_left(
+    path: &Path,
+    plan: &Plan<'_>,
+    container: &Container,
+    left: &LeftParts<'_>,
+    buffers: &mut Buffers,
+    control: &Control,
+) -> Result<Vec<String>> {
+    let container =
+        sums::with_sums(container, plan, left.sums).map_err(|error| error.path(path))?;
+    let content = Content::of(plan, Cow::Owned(container), 0);
+    let (writer, n_bytes) = (object_writer(path)?, content.n_bytes());
+    let unit = (writer.part_bytes)(n_bytes);
+    let mut sent = Vec::new();
+    for number in left.numbers {
+        let range = (number * unit).min(n_bytes)..((number + 1) * unit).min(n_bytes);
+        let create = |_| (writer.open_upload)(path, n_bytes, left.upload, control);
+        sent.extend(write_range(&content, &range, create, buffers, control)?.identities);
+    }
+    Ok(sent)
+}
+
+/// An upload of which some parts are not sent.
+struct WithoutSome<'a, 'b> {
+    sink: Box<dyn ObjectSink + 'a>,
+    left: &'b BTreeSet<u64>,
+    unit: u64,
+}
+
+impl Sink for WithoutSome<'_, '_> {
+    fn write_at(&self, start: u64, bytes: &[u8], route: Route) -> Result<()> {
+        if self.left.contains(&(start / self.unit)) {
+            return Ok(()); // a piece lies in one part
+        }
+        self.sink.write_at(start, bytes, route)
+    }
+
+    fn n_at_once(&self, memory_bytes: u64) -> Result<usize> {
+        self.sink.n_at_once(memory_bytes)
+    }
+
+    fn publish(self) -> Result<Vec<String>> {
+        self.sink.publish()
+    }
 }
 
 fn write_content<S: Sink>(

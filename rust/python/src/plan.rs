@@ -413,6 +413,33 @@ impl Plan {
         );
         WRITTEN_RANGE.of(py, record)
     }
+
+    #[pyo3(signature = (path, upload, numbers, *, container, sums, buffers=None, threads=None))]
+    #[expect(clippy::too_many_arguments, reason = "the options of a file")]
+    fn send_left(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        upload: String,
+        numbers: Vec<u64>,
+        container: Container<'_>,
+        sums: Vec<writer::SumOfPart>,
+        buffers: Option<&Buffers>,
+        threads: Option<i64>,
+    ) -> PyResult<Vec<String>> {
+        let container = container_of(container);
+        let left = writer::LeftParts {
+            upload: &upload,
+            numbers: &numbers,
+            sums: &sums,
+        };
+        with_buffers(py, buffers, |buffers| {
+            let control = Control::default();
+            run(py, threads, self.0.n_bytes(), None, &control, || {
+                writer::send_left(&path, &self.0, &container, &left, buffers, &control)
+            })
+        })
+    }
 }
 
 fn options_of(

@@ -16,6 +16,7 @@ use crate::read::window::{Early, add_wanted, link_of, plan_extents};
 use crc_fast::{CrcAlgorithm, checksum};
 use rayon::prelude::*;
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::ops::{Deref, Range};
 
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
@@ -454,6 +455,19 @@ impl Content<'_> {
         let first = sums.partition_point(|sum| sum.at + 4 <= start);
         let last = sums.partition_point(|sum| sum.at < end);
         &sums[first..last]
+    }
+
+    /// The units of the file, by number, with a sum of an array that begins before a range of the file.
+    pub(super) fn units_without_sums(&self, range: &Range<u64>, unit: u64) -> BTreeSet<u64> {
+        let sums = self.sums_in(range.start, range.end).iter().filter(|sum| {
+            let n_bytes = self.plan.arrays()[sum.array].n_bytes();
+            n_bytes > 0 && self.container.starts[sum.array] < range.start
+        });
+        // A sum can lie across the end of a unit.
+        let units = sums.flat_map(|sum| [sum.at, sum.at + 3].map(|at| at / unit));
+        units
+            .filter(|number| range.contains(&(number * unit)))
+            .collect()
     }
 }
 

@@ -2,11 +2,14 @@
 //!
 //! A process that writes all of a file waits for the pieces before a sum. Processes that write parts of a file leave the
 //! places of the sums out, and record the CRC-32 of what they wrote of each array; [`write_sums`] joins these at the end.
+//! What was sent into an upload is not changed: there, a process leaves out the parts with sums that it does not know, and
+//! [`with_sums`] is the container in which these are sent.
 
 use super::PIECE_BYTES;
 use super::content::{Container, PartSum, Sum};
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::{CHUNK_BYTES, crc32c};
+use crate::planning::plan::Plan;
 use crc_fast::{CrcAlgorithm, checksum_combine};
 use rustix::fs::{Mode, OFlags};
 use std::collections::BTreeMap;
@@ -112,6 +115,55 @@ pub(super) fn put_sums(sums: &[Sum], at: u64, piece: &mut [u8], crc_of: impl Fn(
 /// The CRC-32 of the bytes of an array that a part of a file has: number of the array, bytes, CRC-32.
 pub type SumOfPart = (usize, u64, u32);
 
+/// The CRC-32 of each array, joined from parts of arrays in the order of the file.
+fn joined(n_arrays: usize, parts: &[SumOfPart]) -> Result<Vec<u32>> {
+    let mut crcs = vec![0; n_arrays];
+    for &(array, n_bytes, crc) in parts {
+        let known = crcs.get_mut(array).ok_or_else(|| {
+            let message = "the parts are not those of a file with these sums";
+            Error::new(Kind::Argument, message)
+        })?;
+        append(known, crc, n_bytes);
+    }
+    Ok(crcs)
+}
+
+/// A container in which the sums of its arrays are bytes as all others.
+///
+/// # Errors
+/// The container does not hold the arrays of the plan, or the parts are not all bytes of these.
+pub(super) fn with_sums(
+    container: &Container,
+    plan: &Plan<'_>,
+    parts: &[SumOfPart],
+) -> Result<Container> {
+    container.check(plan)?;
+    let crcs = joined(container.starts.len(), parts)?;
+    let n_bytes: u64 = parts.iter().map(|(_, n_bytes, _)| n_bytes).sum();
+    if n_bytes != plan.n_bytes() {
+        let message = format!(
+            "there are sums of {n_bytes} bytes, expected {}",
+            plan.n_bytes()
+        );
+        return Err(Error::new(Kind::Argument, message));
+    }
+    let mut literals = container.literals.clone();
+    let (mut next, mut before) = (0, 0);
+    for sum in &container.sums {
+        while container.starts.get(next).is_some_and(|at| *at <= sum.at) {
+            before += plan.arrays()[next].n_bytes();
+            next += 1;
+        }
+        let at = (sum.at - before) as usize;
+        literals[at..at + 4].copy_from_slice(&crcs[sum.array].to_le_bytes());
+    }
+    Ok(Container {
+        literals,
+        starts: container.starts.clone(),
+        sums: Vec::new(),
+    })
+}
+
 /// Writes the sums into a file of which all parts are written, each without them.
 ///
 /// # Arguments
@@ -131,10 +183,7 @@ pub fn write_sums(
         let message = "the parts are not those of a file with these sums";
         Error::new(Kind::Argument, message).path(path)
     };
-    let mut crcs = vec![0; container.starts.len()];
-    for &(array, n_bytes, crc) in parts {
-        append(crcs.get_mut(array).ok_or_else(wrong)?, crc, n_bytes);
-    }
+    let crcs = joined(container.starts.len(), parts).map_err(|error| error.path(path))?;
     let failed = |error: std::io::Error| Error::io("cannot write", path, &error);
     let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let opened = rustix::fs::open(path, flags, Mode::empty());
