@@ -11,6 +11,7 @@ import random
 import re
 import threading
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -87,7 +88,15 @@ def uploads_of(place: Location) -> list[str]:
 
 def claims_of(place: Location, kind: str) -> list[str]:
     home = buckets.home_of(place) if kind == "file" else place
-    return [name for name, _ in store_of(home).below(home.path) if name == ".reshard.convert.staging"]
+    return [name for name, _ in store_of(home).below(home.path) if name.startswith(".reshard.convert")]
+
+
+def uploads_named(place: Location, kind: str) -> dict[str, list[str]]:
+    """What the object beside the claim says of uploads."""
+    home = buckets.home_of(place) if kind == "file" else place
+    (name,) = (name for name in claims_of(place, kind) if name.endswith("-prepared.staging"))
+    found: dict[str, list[str]] = json.loads((home / name).read_small(10_000))["uploads"]
+    return found
 
 
 def is_whole(place: Location) -> bool:
@@ -248,10 +257,7 @@ def test_the_next_conversion_ends_the_uploads_of_one_that_was_killed(
 ) -> None:
     target, options = target_of(folder, kind), DESTINATIONS[kind]
     assert reshard.convert(source, str(target), share=(0, 2), **options).pending == (1,)
-    home = buckets.home_of(target) if kind == "file" else target
-    claim = home / ".reshard.convert.staging"
-    found = json.loads(claim.read_small(10_000))
-    (name,) = found["uploads"]
+    (name,) = uploads_named(target, kind)
     file = target.parent / name if kind == "file" else target / name
     store_of(target).begin_upload(str(file))  # by a process that was killed before its claim named it
     assert len(uploads_of(target)) == 2
@@ -281,8 +287,7 @@ def test_an_upload_that_the_service_has_ended_is_begun_anew(
         reports = [reshard.convert(source, str(target), share=(0, 3), **options)]
         if n_shares_before == 2:
             reports.append(reshard.convert(source, str(target), share=(1, 3), **options))
-        home = buckets.home_of(target) if kind == "file" else target
-        ((name, (upload, _)),) = json.loads((home / ".reshard.convert.staging").read_small(10_000))["uploads"].items()
+        ((name, (upload, _)),) = uploads_named(target, kind).items()
         store_of(target).end_upload(str((target.parent if kind == "file" else target) / name), upload)
         with pytest.raises(StorageError, match="NoSuchUpload") as caught:
             reshard.convert(source, str(target), share=(2, 3), **options)
@@ -295,6 +300,31 @@ def test_an_upload_that_the_service_has_ended_is_begun_anew(
         assert report.pending == ()
         assert content(target) == content(alone)
         assert (uploads_of(target), claims_of(target, kind)) == ([], [])
+
+
+@pytest.mark.parametrize("taker", ["ended", "runs"])
+def test_a_share_that_was_suspended_before_others_could_begin_brings_no_claim_back(
+    bucket: tuple[Location, Proxy], tmp_path: Path, taker: str
+) -> None:
+    source = made(tmp_path / "small", (3, 70_000))
+    (folder, proxy), claims = bucket, itertools.count()
+    target, other = target_of(folder, "folder"), {"to": "safetensors", "overwrite": True}
+
+    def take_over(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and ".reshard.convert" in unquote(path) and next(claims) == 1:
+            proxy.before = None
+            done = reshard.convert(source, str(target), **other, **({} if taker == "ended" else {"share": (0, 2)}))
+            assert done.pending == (() if taker == "ended" else (1,))
+
+    proxy.before = take_over
+    with pytest.raises(DestinationExistsError, match="another conversion"):
+        reshard.convert(source, str(target), share=(0, 2), to="huggingface")
+    assert proxy.before is None
+    if taker == "runs":
+        assert reshard.convert(source, str(target), share=(1, 2), **other).pending == ()
+    assert claims_of(target, "folder") == []
+    reshard.convert(source, tmp_path / "alone", to="safetensors")
+    assert content(target) == content(tmp_path / "alone")
 
 
 @pytest.mark.slow(disk=False)

@@ -11,8 +11,10 @@ Until the commit no reader takes the folder for a whole checkpoint. A failure re
 process that is killed leaves files and the claim: a later conversion names them, and replaces them with `overwrite`.
 
 Of a conversion by several processes, the one that has the claim begins an upload in parts for each file of which
-several write ranges, and the claim names them for the others. They are ended when what was written is removed. The
-conversion that takes over a claim ends the uploads that it names, and those of its files that are not named yet.
+several write ranges. Then it creates a second object beside the claim, which names them and lets the others begin. A
+claim is never written again: a process that was suspended meanwhile cannot bring back one that is gone. The uploads are
+ended when what was written is removed. The conversion that takes over a claim ends the uploads that it names, and those
+of its files that are not named yet.
 
 The claim of a conversion into one file is in a folder beside it, `home_of`, as other files may lie there, too.
 """
@@ -76,11 +78,21 @@ class Upload(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """A claim: the name of its object, its content, and the name that the one has which takes it over."""
+    """A claim: the name of its object, its content with that of the object beside it, and a digest of it."""
 
     name: str
     content: dict[str, Any]
-    next_name: str
+    digest: str
+
+    @property
+    def next_name(self) -> str:
+        """The name of the claim that takes it over."""
+        return staging_name(f"convert-{self.digest}")
+
+    @property
+    def prepared_name(self) -> str:
+        """The name of the object beside it that lets other shares begin."""
+        return staging_name(f"convert-{self.digest}-prepared")
 
 
 class BucketFolder:
@@ -145,9 +157,10 @@ class BucketFolder:
         while not _created(self._home / name, claim):
             is_lost = name != _CLAIM
             if joins and digest is not None:
-                if self.join(digest):
+                before, is_prepared = self._prepared_claims(digest)
+                if is_prepared:
+                    self._take_part(before)
                     return False
-                before = self._claims
             else:
                 before = _claims_in(self._home)
             if before and (is_lost or not overwrite):
@@ -198,11 +211,13 @@ class BucketFolder:
 
     def prepared(self) -> None:
         """Let the other shares begin. Raises DestinationExistsError, StorageError."""
-        self.check_claim()
-        own = self._claims[-1]
-        more = {"written": self._written, "uploads": self.uploads}
-        # Only the conversion of a claim replaces it; others create the one after it.
-        (self._home / own.name).replace(json.dumps(own.content | more))
+        place = self._home / self._claims[-1].prepared_name
+        place.create(json.dumps({"written": self._written, "uploads": self.uploads}).encode())
+        try:
+            self.check_claim()
+        except DestinationExistsError:
+            place.remove_file()
+            raise
 
     def begin_uploads(self, names: Collection[str]) -> None:
         """Begin an upload in parts for each of some files, before `prepared`. Raises StorageError."""
@@ -245,24 +260,36 @@ class BucketFolder:
         Raises:
             StorageError: the service failed.
         """
+        claims, is_prepared = self._prepared_claims(digest, seconds)
+        if is_prepared:
+            self._take_part(claims)
+        return is_prepared
+
+    def _prepared_claims(self, digest: str, seconds: float | None = None) -> tuple[list[_Claim], bool]:
+        """The claims, and whether the last one is that of a conversion, and its folder is prepared. As `join`."""
         wait_s = _PREPARED_SECONDS if seconds is None else seconds
         waited_for, deadline = "", 0.0
         while True:
-            self._claims = _claims_in(self._home)
-            found = self._claims[-1].content if self._claims else {}
-            if found.get("shared") != digest or self.claim_name == self.lost:
-                return False
-            if "written" in found:
-                written = found["written"]
-                self._names = _names_of(found)
-                self.uploads = _uploads_of(found)
-                self._written |= written if isinstance(written, dict) else {}
-                return True
-            if self._claims[-1].name != waited_for:
-                waited_for, deadline = self._claims[-1].name, time.monotonic() + wait_s
+            claims = _claims_in(self._home)
+            last = claims[-1] if claims else _Claim("", {}, "")
+            if last.content.get("shared") != digest or last.digest == self.lost:
+                return claims, False
+            if "written" in last.content:
+                return claims, True
+            if last.name != waited_for:
+                waited_for, deadline = last.name, time.monotonic() + wait_s
             if time.monotonic() > deadline:
-                return False
+                return claims, False
             time.sleep(_LOOK_SECONDS)
+
+    def _take_part(self, claims: list[_Claim]) -> None:
+        """Make claims those of this conversion."""
+        found = claims[-1].content
+        written = found["written"]
+        self._claims = claims
+        self._names = _names_of(found)
+        self.uploads = _uploads_of(found)
+        self._written |= written if isinstance(written, dict) else {}
 
     @property
     def _claim(self) -> Location:
@@ -272,7 +299,7 @@ class BucketFolder:
     @property
     def claim_name(self) -> str:
         """What identifies the claim of this conversion."""
-        return self._claims[-1].next_name if self._claims else ""
+        return self._claims[-1].digest if self._claims else ""
 
     def check_claim(self) -> None:
         """Refuse to go on after another conversion has taken the folder over. Raises as `commit`."""
@@ -291,12 +318,14 @@ class BucketFolder:
         if not self._claims:
             return False
         first = _read_claim(self._home, _CLAIM)
-        is_same = first is not None and first.next_name == self._claims[0].next_name
+        is_same = first is not None and first.digest == self._claims[0].digest
         return is_same and _read_claim(self._home, self._claims[-1].next_name) is None
 
     def _remove_claims(self) -> None:
-        for one in self._claims:  # without the first one, the others count for nothing
-            (self._home / one.name).remove_file()
+        # Without the first claim, the others count for nothing, nor does what is beside them.
+        beside = [one.prepared_name for one in self._claims if "shared" in one.content]
+        for name in (*(one.name for one in self._claims), *beside):
+            (self._home / name).remove_file()
 
     def clear(self, is_ours: Callable[[Location], bool]) -> None:
         """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError.
@@ -304,7 +333,8 @@ class BucketFolder:
         The records of its shares (see `bucket_shares`) are removed, too, and its uploads are ended. If one file is the
         destination, it stays until the new one is complete.
         """
-        claims = {_CLAIM, *(name for one in self._claims for name in (one.name, one.next_name))}
+        of_claims = ((one.name, one.next_name, one.prepared_name) for one in self._claims)
+        claims = {_CLAIM, *(name for names in of_claims for name in names)}
         there = [name for name, _ in self._store.below(self._home.path) if name not in claims]
         if self._file is None:
             ours = {name for name in self.target.names() if is_staging(name) or is_ours(self.target / name)}
@@ -518,7 +548,8 @@ def _claims_in(target: Location) -> list[_Claim]:
     found: dict[str, _Claim] = {}
     name = _CLAIM
     while name not in found and (claim := _read_claim(target, name)) is not None:
-        found[name] = claim
+        prepared = _read_claim(target, claim.prepared_name) if "shared" in claim.content else None
+        found[name] = claim if prepared is None else claim._replace(content=claim.content | prepared.content)
         name = claim.next_name
     return list(found.values())
 
@@ -538,7 +569,7 @@ def _claim_of(name: str, content: bytes) -> _Claim:
     found = found if isinstance(found, dict) else {}
     token = found.get("token")
     key = token.encode(errors="replace") if isinstance(token, str) else content
-    return _Claim(name, found, staging_name(f"convert-{hashlib.blake2b(key, digest_size=8).hexdigest()}"))
+    return _Claim(name, found, hashlib.blake2b(key, digest_size=8).hexdigest())
 
 
 def _names_of(claim: Mapping[str, Any]) -> list[str]:
