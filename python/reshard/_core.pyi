@@ -578,6 +578,7 @@ class RemoteCounts(NamedTuple):
 
     Attributes:
         n_requests: requests.
+        n_failed: those among them without an answer, or whose answer says that the same request can succeed later.
         fetched_bytes: bytes of their answers.
         wanted_bytes: bytes of the arrays that they were for.
         gap_bytes: gaps of fewer bytes were read when requests were planned last; 0: none were.
@@ -585,6 +586,7 @@ class RemoteCounts(NamedTuple):
     """
 
     n_requests: int
+    n_failed: int
     fetched_bytes: int
     wanted_bytes: int
     gap_bytes: int
@@ -2036,6 +2038,13 @@ def remove_objects(urls: list[str]) -> None:
 
     Raises:
         StorageError: the service did not confirm it for one of them, which the error names.
+    """
+
+def limit_requests(seconds: float | None) -> None:
+    """Let requests of this thread end, those for statuses, lists, small objects and removals together.
+
+    Args:
+        seconds: from now; None: each request as its bucket says.
     """
 
 def unfinished_uploads(

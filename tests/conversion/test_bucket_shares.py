@@ -214,6 +214,30 @@ def test_a_share_that_another_one_overtakes_publishes_nothing(
     assert objects_of(target) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_claim_of_a_share_that_was_called_again_is_none_that_takes_over(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path
+) -> None:
+    target, proxy = bucket
+    assert share(source, target, 1).pending == (0,)
+    claim = target / ".reshard.convert.staging"
+    left = json.loads(claim.read_small(100_000)) | {"token": "of a share that was called again"}
+
+    def publish(method: str, path: str) -> None:
+        if method == "PUT" and unquote(path).endswith("share-0.json"):
+            proxy.after = None
+            assert share(source, target, 1).pending == ()
+            claim.create(json.dumps(left).encode())  # until it finds that all is published
+
+    proxy.after = publish
+    report = share(source, target, 0)
+    assert proxy.after is None
+    assert report.pending == ()
+    claim.remove_file()
+    reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
 @pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_share_that_is_called_again_after_the_publication_replaces_nothing(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -290,6 +291,34 @@ def test_what_is_left_is_said_if_the_service_does_not_answer_any_more(
     assert left in caught.value.message
     assert caught.value.message.endswith(f"{folder}/.reshard.convert.staging: no answer within 0.2 s)")
     assert str(caught.value.hint).endswith("; `overwrite=True` replaces what is left")
+    proxy.faults = []
+    reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000, overwrite=True)
+    with reshard.open(str(folder)) as opened:
+        assert len(opened.load()) > 0
+
+
+@pytest.mark.slow(disk=False)
+def test_a_clean_up_has_one_limit_of_time(
+    bucket: tuple[Location, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder, proxy), n_looks = bucket, itertools.count()
+    model(tmp_path / "model")
+    monkeypatch.setattr(buckets, "_CLEAN_UP_SECONDS", 0.5)
+    has_failed: list[str] = []
+
+    def fails(method: str, path: str) -> bool:
+        if is_write := method == "PUT" and "00001" in path:
+            has_failed.append(path)
+        return is_write
+
+    proxy.faults = [
+        Fault(lambda *_: bool(has_failed) and next(n_looks) > 1, 503, "SlowDown", times=10**6),  # after first answers
+        Fault(fails, 403, "AccessDenied"),
+    ]
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=r"403 AccessDenied.* may be left, .*the service does not answer"):
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+    assert time.monotonic() - begun < 50, "one request alone is tried for a minute"
     proxy.faults = []
     reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000, overwrite=True)
     with reshard.open(str(folder)) as opened:

@@ -116,6 +116,7 @@ def test_one_file_is_written_by_all_workers_also_if_some_are_killed(
         assert (sum(sizes), min(sizes) > 0) == (source.stat().st_size, True)
         n_retried = sum(len(one["retried"]) for one in report["shares"])
         assert n_retried <= n_kills  # a worker can end its share in the moment in which it is killed
+        assert report["remote"]["n_lost_workers"] == n_retried
         n_all += n_retried
         assert b"".join(file.pieces()) == source.read_bytes()
         assert below(folder) == ({file.path.removeprefix(f"{folder.path}/")}, [])

@@ -33,6 +33,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.storage.location import locate
+from reshard.values.fetched import fetched_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -249,8 +250,11 @@ def test_a_busy_service_is_asked_again(proxy: Proxy, s3: S3Server, prefix: str, 
     save_run(tmp_path / "run", (1,))
     url = s3.upload(tmp_path / "run", prefix)
     proxy.faults = [Fault(lambda *_: True, status, "SlowDown") for status in (503, 429, 500)]
+    before, n_before = fetched_here(), len(proxy.log)
     assert reshard.load(url).iteration == 1
     assert [fault.times for fault in proxy.faults] == [0, 0, 0]
+    fetched = fetched_here() - before
+    assert (fetched.n_failed, fetched.n_requests) == (3, 3 + len(proxy.log) - n_before)
 
 
 @pytest.mark.parametrize(

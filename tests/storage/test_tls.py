@@ -120,8 +120,12 @@ def test_without_tls_no_authority_is_needed(tmp_path: Path, monkeypatch: pytest.
 
 
 @contextlib.contextmanager
-def tunnels() -> Iterator[tuple[str, list[str]]]:
-    """A proxy that makes tunnels to this host: its URL, and the first line of each request."""
+def tunnels(refusal: str | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A proxy that makes tunnels to this host: its URL, and the first line of each request.
+
+    Args:
+        refusal: the status with which it refuses all requests instead.
+    """
     lines: list[str] = []
 
     def pass_on(source: socket.socket, target: socket.socket) -> None:
@@ -135,6 +139,10 @@ def tunnels() -> Iterator[tuple[str, list[str]]]:
         while b"\r\n\r\n" not in head:
             head += client.recv(4096)
         lines.append(head.split(b"\r\n")[0].decode())
+        if refusal is not None:
+            client.sendall(f"HTTP/1.1 {refusal}\r\nContent-Length: 0\r\n\r\n".encode())
+            client.close()
+            return
         port = int(lines[-1].split()[1].rpartition(":")[2])
         with client, socket.create_connection(("127.0.0.1", port)) as server:
             client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -176,4 +184,36 @@ def test_a_proxy_that_cannot_be_reached_is_named(behind_tls: Proxy, monkeypatch:
         reshard.open(reshard.locate(f"s3://proxy-{os.getpid()}/w.safetensors", options))
     assert "and the proxy that HTTPS_PROXY names" in str(caught.value.hint)
     assert "tried" in caught.value.message
+    assert not behind_tls.log
+
+
+@pytest.mark.parametrize("scheme", ["https", "http"])
+def test_a_proxy_that_requires_a_name_is_named_at_once_without_its_password(
+    behind_tls: Proxy, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    with tunnels("407 Proxy Authentication Required") as (url, lines):
+        place, variable = url.removeprefix("http://"), f"{scheme.upper()}_PROXY"
+        monkeypatch.setenv(variable, f"http://me:secret@{place}")
+        options = reshard.BucketOptions(endpoint=f"{scheme}://service.invalid", allow_http=True, retry_s=30)
+        folder = reshard.locate(f"s3://proxy-{os.getpid()}-{next(_numbers)}", options)
+        with pytest.raises(StorageError, match=rf"the proxy {place}, which {variable} names, requires") as caught:
+            reshard.open(folder / "w.safetensors")
+        assert f"in {variable}, as http://NAME:PASSWORD@{place}" in str(caught.value.hint)
+        with pytest.raises(StorageError, match="requires a name"):
+            (folder / "new").create(b"claim")
+        assert len(lines) == 2, "it is not tried again"
+    assert "secret" not in f"{caught.value} {caught.value.hint}"
+    assert not behind_tls.log
+
+
+def test_a_proxy_that_refuses_a_connection_is_named(behind_tls: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tunnels("403 Forbidden") as (url, lines):
+        monkeypatch.setenv("HTTPS_PROXY", url)
+        place = url.removeprefix("http://")
+        folder = reshard.locate(f"s3://proxy-{os.getpid()}-{next(_numbers)}", reshard.BucketOptions(retry_s=0.3))
+        with pytest.raises(StorageError, match=f"the proxy {place}, which HTTPS_PROXY names, makes no") as caught:
+            reshard.open(folder / "w.safetensors")
+        assert lines
+    assert "answers 403" in str(caught.value.hint)
+    assert "NO_PROXY" in str(caught.value.hint)
     assert not behind_tls.log

@@ -210,8 +210,7 @@ class BucketShares:
 
     def withdraw(self) -> None:
         """Let another share publish: this one has failed. Never raises."""
-        with contextlib.suppress(ReshardError):
-            self.bucket.ask()
+        with contextlib.suppress(ReshardError), self.bucket.cleaning_up():
             (self.folder / _PUBLISHES).remove_file()
 
     def record_all(self, e_tags: Mapping[str, str]) -> None:
@@ -265,8 +264,8 @@ class BucketShares:
             content = self._json(name)
             files = {name: WrittenObject(int(n_bytes), str(tag)) for name, (n_bytes, tag) in content["files"].items()}
             parts = {
-                name: SentParts(str(upload), *map(int, numbers), tuple(map(str, sent)), _sums(sums))
-                for name, (upload, *numbers, sent, sums) in content.get("parts", {}).items()
+                name: SentParts(str(upload), int(n_file), int(n_bytes), int(first), tuple(map(str, sent)), _sums(sums))
+                for name, (upload, n_file, n_bytes, first, sent, sums) in content.get("parts", {}).items()
             }
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None

@@ -61,6 +61,7 @@ _PREPARED_SECONDS = 60.0  # for another share, which removes and writes small fi
 _LOOK_SECONDS = 0.1
 _UPLOADS_AT_ONCE = 16
 _ANSWER_SECONDS = 5.0  # for the first answer after a failure; a request is tried for a minute
+_CLEAN_UP_SECONDS = 60.0  # for all requests of a clean-up together
 _LIST_SECONDS = 20.0  # to list unfinished uploads; those that a claim names need no list
 _export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
 
@@ -173,8 +174,8 @@ class BucketFolder:
         except BaseException as error:
             if not before:
                 try:
-                    self.ask()
-                    self._remove_claims()
+                    with self.cleaning_up():
+                        self._remove_claims()
                 except ReshardError as failed:
                     self._say_left(error, failed)
             raise
@@ -310,8 +311,12 @@ class BucketFolder:
             )
 
     def has_ended(self) -> bool:
-        """Whether another share of the conversion has published it and removed the claim."""
-        return not (self._home / _CLAIM).exists()
+        """Whether the claim of this conversion is gone, as after another share has published it.
+
+        The claim of another one may be there, such as that of a share that is called again and finds all published.
+        """
+        first = _read_claim(self._home, _CLAIM)
+        return first is None or (bool(self._claims) and first.digest != self._claims[0].digest)
 
     def _is_ours(self) -> bool:
         """Whether the first claim is the one that it was, and none has taken over the last one."""
@@ -408,33 +413,37 @@ class BucketFolder:
         for name in list(names):
             self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
 
-    def undo(self, error: BaseException | None = None) -> bool:
+    def undo(self, error: BaseException | None = None, then: Callable[[], object] = lambda: None) -> None:
         """Remove everything that was written, unless another conversion has taken over, and end uploads. Never raises.
 
         Args:
             error: that of the conversion, which says what is left if the service does not answer.
-
-        Returns:
-            Whether the claim was that of this conversion.
+            then: called if the claim was that of this conversion and is gone.
         """
         if not self._claims:
-            return False
+            return
         try:
-            self.ask()
-            self.end_uploads()
-            if not self._is_ours():
-                return False
-            there = self.e_tags()
-            self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
-            self._remove_claims()
+            with self.cleaning_up():
+                self.end_uploads()
+                if not self._is_ours():
+                    return
+                there = self.e_tags()
+                self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
+                self._remove_claims()
+                then()
         except ReshardError as failed:
             self._say_left(error, failed)
-            return False
-        return True
 
-    def ask(self) -> None:
-        """Learn within seconds whether the service answers, before a clean-up. Raises StorageError."""
+    @contextlib.contextmanager
+    def cleaning_up(self) -> Iterator[None]:
+        """Learn within seconds whether the service answers, and limit the time of all requests of the block.
+
+        Raises:
+            StorageError: it does not.
+        """
         self._store.ask(str(self._claim), wait_s=_ANSWER_SECONDS)
+        with self._store.ending_within(_CLEAN_UP_SECONDS):
+            yield
 
     def _say_left(self, error: BaseException | None, failed: ReshardError) -> None:
         """Say in an error that what was written could not be removed."""

@@ -589,30 +589,34 @@ def _publish_shares(
                 shared.spread(sum(sizes), None)
                 return _commit_shares(job, bucket, shares, ordered, beside)
             except BaseException as error:
-                if bucket.undo(error):
-                    shares.remove()
+                bucket.undo(error, shares.remove)
                 raise
-        own = shares.own()
-        if own is None:
-            with shares.noting_lost_uploads():
-                own = _write_bucket_share(job, bucket, ordered, sizes, parts[shared.share.index])
-            shares.record(own)
-        report = Written(job.target, own.n_files, own.n_bytes, shares.missing())
-        if shared.share.index in report.pending:  # another share has published and removed the records
-            if bucket.has_ended() and shares.is_published(all_names):
-                return replace(report, pending=[])
-            bucket.check_claim()
-        if report.pending or shared.is_sent:
-            return report
-        if (publisher := shares.publisher()) != shared.share.index:
-            return replace(report, pending=[publisher])
-        if bucket.has_ended() and shares.is_published(all_names):
-            shares.remove(is_published=True)
-            return report
+        report = Written(job.target, 0, 0)
         try:
-            return _commit_shares(job, bucket, shares, ordered, beside)
-        except BaseException:
-            shares.withdraw()
+            own = shares.own()
+            if own is None:
+                with shares.noting_lost_uploads():
+                    own = _write_bucket_share(job, bucket, ordered, sizes, parts[shared.share.index])
+                shares.record(own)
+            report = Written(job.target, own.n_files, own.n_bytes, shares.missing())
+            if shared.share.index in report.pending:
+                bucket.check_claim()
+            if report.pending or shared.is_sent:
+                return report
+            if (publisher := shares.publisher()) != shared.share.index:
+                return replace(report, pending=[publisher])
+            if bucket.has_ended() and shares.is_published(all_names):
+                shares.remove(is_published=True)
+                return report
+            try:
+                return _commit_shares(job, bucket, shares, ordered, beside)
+            except BaseException:
+                shares.withdraw()
+                raise
+        except (DestinationExistsError, StorageError) as error:
+            is_gone = isinstance(error, DestinationExistsError) or error.errno == errno.ESTALE
+            if is_gone and not shared.is_sent and bucket.has_ended() and shares.is_published(all_names):
+                return replace(report, pending=[])  # by another share, or by the same one in another process
             raise
 
 

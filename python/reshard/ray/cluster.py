@@ -25,7 +25,7 @@ from reshard.ranks.group import ErrorRecord
 from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.storage.changes import enter_folder
 from reshard.storage.remote import check_sent, options_to_send, take_options
-from reshard.values.fetched import add_fetched, fetched_here
+from reshard.values.fetched import Fetched, add_fetched, fetched_here
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Ray:
                         one = self._result(ray, reference)
                         if isinstance(one, str):
                             ended[share].append(one)
+                            add_fetched(Fetched(n_lost_workers=1))
                             if len(ended[share]) > self.retries:
                                 raise _failed_often(share, n_shares, ended[share])
                             waiting.appendleft(share)

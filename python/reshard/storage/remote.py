@@ -438,6 +438,19 @@ class RemoteStore(ObjectStore):
         with failing("reading the lifecycle rules of", path):
             return _core.lifecycle_rules(path, wait_s=wait_s)
 
+    @contextlib.contextmanager
+    def ending_within(self, seconds: float) -> Iterator[None]:
+        """Let requests of the block in this thread end together: for statuses, lists, small objects and removals.
+
+        Args:
+            seconds: after which a request that has no answer fails, and each later one.
+        """
+        _core.limit_requests(seconds)
+        try:
+            yield
+        finally:
+            _core.limit_requests(None)
+
     def ask(self, path: str, *, wait_s: float) -> None:
         """Ask the service what has a name, to learn whether it answers.
 

@@ -36,9 +36,10 @@ mod _core {
     #[cfg(feature = "remote")]
     #[pymodule_export]
     use super::remote::{
-        RemoteObject, begin_upload, complete_upload, end_upload, lifecycle_rules, object_names,
-        object_status, objects_below, put_new_object, put_object, read_small_object, remote_counts,
-        remove_objects, set_bucket_options, set_cache, shown_url, unfinished_uploads, upload_file,
+        RemoteObject, begin_upload, complete_upload, end_upload, lifecycle_rules, limit_requests,
+        object_names, object_status, objects_below, put_new_object, put_object, read_small_object,
+        remote_counts, remove_objects, set_bucket_options, set_cache, shown_url,
+        unfinished_uploads, upload_file,
     };
     #[pymodule_export]
     use super::{

@@ -162,6 +162,7 @@ pub(crate) static REMOTE_COUNTS: Record = Record::new(
     "RemoteCounts",
     &[
         "n_requests",
+        "n_failed",
         "fetched_bytes",
         "wanted_bytes",
         "gap_bytes",

@@ -15,7 +15,7 @@ use reshard_remote::object::{self, Object};
 use reshard_remote::upload;
 use reshard_remote::write::{self, PutNew};
 use reshard_remote::{Address, Cache, Options};
-use reshard_remote::{lifecycle, unfinished};
+use reshard_remote::{lifecycle, limit, unfinished};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -40,9 +40,13 @@ fn wait_and<T: Send + 'static>(
     mut tick: impl FnMut(Python<'_>) -> PyResult<()>,
 ) -> PyResult<T> {
     let (sender, receiver) = channel();
+    let end = limit::end();
     let started = std::thread::Builder::new()
         .name("reshard-request".to_owned())
-        .spawn(move || sender.send(work()));
+        .spawn(move || {
+            limit::set_end(end);
+            sender.send(work())
+        });
     started.map_err(|error| PyRuntimeError::new_err(format!("cannot start a thread: {error}")))?;
     // `Receiver` is not shared between threads: it moves in and comes back.
     let mut receiver = receiver;
@@ -231,6 +235,14 @@ pub(crate) fn end_upload(py: Python<'_>, url: &str, upload: String) -> PyResult<
     wait(py, move || upload::end_shared(&address, &upload))
 }
 
+/// Lets the requests of this thread end in so many seconds; `None`: each as its bucket says.
+#[pyfunction]
+#[pyo3(signature = (seconds))]
+pub(crate) fn limit_requests(seconds: Option<f64>) {
+    let left = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    limit::set_end(left.map(|left| Instant::now() + left));
+}
+
 /// What became of the request, and why it is not known.
 #[pyfunction]
 pub(crate) fn put_new_object<'py>(
@@ -356,14 +368,15 @@ pub(crate) fn lifecycle_rules<'py>(
     Ok((found.collect::<PyResult<_>>()?, listed.reason))
 }
 
-/// Requests, fetched bytes and wanted bytes of this process, and the last gap and number of requests at once.
+/// Requests, failed ones, fetched bytes and wanted bytes of this process, and the last gap and number of requests at once.
 #[pyfunction]
 pub(crate) fn remote_counts(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
-    let (n_requests, fetched_bytes) = object::counts();
+    let (n_requests, n_failed, fetched_bytes) = object::counts();
     let wanted_bytes = reshard_core::window::wanted_bytes();
     let (gap_bytes, n_at_once) = object::last_link();
     let counts = (
         n_requests,
+        n_failed,
         fetched_bytes,
         wanted_bytes,
         gap_bytes,

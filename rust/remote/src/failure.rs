@@ -1,6 +1,7 @@
 //! Failed requests as errors of the core: what was done, the object, the status, and what to do.
 
 use crate::address::{Address, Service};
+use crate::proxy::{self, Refused};
 use crate::service::Lost;
 use crate::tls;
 use http::StatusCode;
@@ -170,7 +171,7 @@ pub(crate) fn is_beyond(error: &object_store::Error) -> bool {
 
 /// How a request failed that got no answer.
 fn kind_of(error: &object_store::Error) -> Option<HttpErrorKind> {
-    if tls::Untrusted::of(error).is_some() {
+    if tls::Untrusted::of(error).is_some() || Refused::of(error).is_some() {
         return Some(HttpErrorKind::Connect);
     }
     let lost = chain(error).find_map(|one| one.downcast_ref::<Lost>());
@@ -253,6 +254,9 @@ pub(crate) fn explain_tries(
     } else if let Some(tls) = tls::Untrusted::of(error) {
         let (what, hint) = tls.explained(address.service);
         io(what, ECONNREFUSED).hint(hint)
+    } else if let Some(refused) = Refused::of(error) {
+        let (what, hint) = refused.explained(true);
+        io(format!("{what}{retried}"), ECONNREFUSED).hint(hint)
     } else if is_insecure(error) {
         let what = "the endpoint begins with http://, and requests without TLS are not allowed";
         io(what.to_owned(), EACCES)
@@ -345,6 +349,10 @@ fn of_answer(
             EACCES,
         )
         .hint(permissions_hint(doing, service)),
+        407 => {
+            let (what, hint) = Refused::Unnamed.explained(false);
+            io(what, ECONNREFUSED).hint(hint)
+        }
         429 | 503 => io(
             format!("the service asks for fewer requests ({answer}){retried}"),
             EAGAIN,
@@ -402,21 +410,9 @@ fn is_insecure(error: &object_store::Error) -> bool {
 }
 
 fn network_hint(service: Service) -> String {
-    const NAMES: [&str; 6] = [
-        "HTTPS_PROXY",
-        "https_proxy",
-        "ALL_PROXY",
-        "all_proxy",
-        "HTTP_PROXY",
-        "http_proxy",
-    ];
-    let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let proxy = NAMES
-        .into_iter()
-        .find(is_set)
-        .map_or_else(String::new, |name| {
-            format!(", and the proxy that {name} names, which NO_PROXY takes out for hosts")
-        });
+    let proxy = proxy::variable().map_or_else(String::new, |name| {
+        format!(", and the proxy that {name} names, which NO_PROXY takes out for hosts")
+    });
     format!("check the network and {}{proxy}", endpoint_hint(service))
 }
 

@@ -1,8 +1,9 @@
 //! What is below a name in a bucket. A folder exists while there is an object whose name begins with its name and `/`.
 
 use crate::address::{Address, Service};
-use crate::client::{Client, runtime};
+use crate::client::Client;
 use crate::failure::{Doing, explain, is_missing};
+use crate::limit::answer_to;
 use crate::object::{Object, key_of, options};
 use crate::service::ForObject;
 use object_store::list::PaginatedListOptions;
@@ -64,7 +65,7 @@ pub fn stat(address: &Address) -> Result<Option<Found>> {
             head: true,
             ..options()
         };
-        match runtime()?.block_on(client.objects().get_opts(&key, head)) {
+        match answer_to(client.objects().get_opts(&key, head))? {
             Ok(found) => {
                 return Ok(Some(Found::of(&found.meta)));
             }
@@ -87,7 +88,7 @@ fn first_page(client: &Client, address: &Address, max_keys: Option<usize>) -> Re
         ..Default::default()
     };
     opts.extensions.insert(ForObject);
-    let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
+    let listed = answer_to(lists.list_paginated(prefix.as_deref(), opts))?;
     let listed = listed.map_err(|error| explain(Doing::Listing, address, &error))?;
     Ok(!listed.result.objects.is_empty())
 }
@@ -123,7 +124,7 @@ pub fn below(
             ..Default::default()
         };
         opts.extensions.insert(ForObject);
-        let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
+        let listed = answer_to(lists.list_paginated(prefix.as_deref(), opts))?;
         let listed = listed.map_err(|error| explain(Doing::Listing, address, &error))?;
         for object in listed.result.objects {
             let name = object.location.as_ref().strip_prefix(start);
@@ -169,7 +170,7 @@ pub fn entries(address: &Address, max_pages: usize) -> Result<Entries> {
             ..Default::default()
         };
         opts.extensions.insert(ForObject);
-        let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
+        let listed = answer_to(lists.list_paginated(prefix.as_deref(), opts))?;
         let listed = listed.map_err(|error| explain(Doing::Listing, address, &error))?;
         for folder in listed.result.common_prefixes {
             is_folder = true;

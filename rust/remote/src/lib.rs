@@ -13,12 +13,16 @@ mod failure;
 
 mod environment;
 
+mod proxy;
+
 mod service;
 mod tls;
 
 mod pace;
 
 mod client;
+
+pub mod limit;
 
 pub mod cache;
 

@@ -4,6 +4,7 @@ use crate::address::Address;
 use crate::cache::Cached;
 use crate::client::{Client, runtime};
 use crate::failure::{Doing, explain, is_beyond, replaced};
+use crate::limit::answer_to;
 use crate::options::cache_of;
 use crate::service::ForObject;
 use bytes::Bytes;
@@ -27,20 +28,27 @@ const N_BLOCKS: usize = 2;
 const REQUEST_BYTES: usize = 8 << 20;
 
 static N_REQUESTS: AtomicU64 = AtomicU64::new(0);
+static N_FAILED: AtomicU64 = AtomicU64::new(0);
 static FETCHED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 pub use crate::pace::last_link;
 
-/// Requests for objects of this process so far, and the bytes of their answers.
-pub fn counts() -> (u64, u64) {
+/// Requests for objects of this process so far, those among them that failed for a passing reason, and the bytes of the
+/// answers.
+pub fn counts() -> (u64, u64, u64) {
     (
         N_REQUESTS.load(Ordering::Relaxed),
+        N_FAILED.load(Ordering::Relaxed),
         FETCHED_BYTES.load(Ordering::Relaxed),
     )
 }
 
 pub(crate) fn count_request() {
     N_REQUESTS.fetch_add(1, Ordering::Relaxed);
+}
+
+pub(crate) fn count_failed() {
+    N_FAILED.fetch_add(1, Ordering::Relaxed);
 }
 
 fn count_bytes(n_bytes: usize) {
@@ -398,7 +406,5 @@ pub fn read_small(address: &Address, max_bytes: u64) -> Result<Option<Vec<u8>>> 
         }
         Ok(Some(content))
     };
-    runtime()?
-        .block_on(read)
-        .map_err(|error| explain(Doing::Reading, address, &error))
+    answer_to(read)?.map_err(|error| explain(Doing::Reading, address, &error))
 }

@@ -3,7 +3,7 @@
 
 use crate::failure::Answer;
 use crate::pace::Pace;
-use crate::tls;
+use crate::{proxy, tls};
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use object_store::ClientOptions;
@@ -105,7 +105,11 @@ impl HttpService for Watched {
         if is_for_object && is_throttled {
             self.pace.note_throttled();
         }
-        let sent = sent.map_err(|error| tls::once_if_untrusted(error, &host));
+        if is_for_object && sent.is_err() {
+            crate::object::count_failed();
+        }
+        let sent =
+            sent.map_err(|error| proxy::once_if_unnamed(tls::once_if_untrusted(error, &host)));
         let response = sent.map_err(|error| match error.kind() {
             // Without a connection nothing was sent. `Unknown` is not tried again.
             kind if !is_once || kind == HttpErrorKind::Connect => error,
@@ -117,6 +121,9 @@ impl HttpService for Watched {
         }
         let (parts, body) = response.into_parts();
         let answer = Answer::new(&parts, &beginning(body).await);
+        if answer.passes() {
+            crate::object::count_failed();
+        }
         // `Request` is tried again, `Unknown` is not.
         let kind = if answer.passes() && !is_once {
             HttpErrorKind::Request

@@ -10,6 +10,7 @@
 use crate::address::Address;
 use crate::client::{Client, runtime};
 use crate::failure::{Doing, explain, is_missing};
+use crate::limit::answer_to;
 use crate::object::{key_of, options};
 use crate::service::ForObject;
 use crate::write::check_writable;
@@ -168,7 +169,7 @@ pub fn end_shared(address: &Address, id: &str) -> Result<()> {
     let upload = Upload::new(address, 0, &control)?;
     let id = id.to_owned();
     let ended = upload.parts()?.abort_multipart(&upload.key, &id);
-    match runtime()?.block_on(ended) {
+    match answer_to(ended)? {
         Err(error) if !is_missing(&error) => Err(upload.explain(&error)),
         _ => Ok(()),
     }

@@ -5,6 +5,7 @@ use crate::client::{Client, runtime};
 use crate::failure::{
     Doing, Refusal, Tries, answer_of, explain, explain_tries, is_missing, is_sent, refusal_of,
 };
+use crate::limit::answer_to;
 use crate::object::key_of;
 use crate::service::{ForObject, Once};
 use bytes::Bytes;
@@ -51,8 +52,7 @@ pub fn put(address: &Address, content: Vec<u8>) -> Result<()> {
     let mut options = PutOptions::default();
     options.extensions.insert(ForObject);
     let sent = client.objects().put_opts(&key, content.into(), options);
-    let sent = runtime()?.block_on(sent);
-    sent.map_err(|error| explain(Doing::Writing, address, &error))?;
+    answer_to(sent)?.map_err(|error| explain(Doing::Writing, address, &error))?;
     Ok(())
 }
 
@@ -122,7 +122,8 @@ pub fn remove(addresses: &[Address]) -> Result<()> {
     let keys = stream::iter(keys.into_iter().map(Ok)).boxed();
     // The results are in the order of the names.
     let results = client.objects().delete_stream(keys).collect::<Vec<_>>();
-    let results = runtime()?.block_on(results);
+    let results = answer_to(async { Ok(results.await) })?;
+    let results = results.map_err(|error| explain(Doing::Removing, first, &error))?;
     for (number, result) in results.into_iter().enumerate() {
         match result {
             Err(error) if !is_missing(&error) => {
