@@ -652,7 +652,7 @@ def main() -> None:
                 shape = f"{n_ranks} ranks x {options.tensors} tensors, two states of each"
                 report(f"ZeRO-{stage}, {shape} (s)", open_and_load_zero, of_zero, n_ranks, options.tensors)
                 shutil.rmtree(of_zero)
-            for n_replicas in (1, n_ranks // 8 // 8 or 1):
+            for n_replicas in (1, n_ranks // 32 or 1):
                 of_fsdp, n_parts = folder / f"fsdp{n_ranks}_{n_replicas}", n_ranks // n_replicas
                 fresh(write_fsdp, of_fsdp, n_ranks, options.tensors, n_replicas)
                 shape = f"{n_ranks} ranks x {options.tensors} tensors, {n_replicas} copies"
