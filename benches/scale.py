@@ -539,6 +539,27 @@ def rank_files(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     return {name: seconds / n_ranks * 1e6 for name, seconds in taken.items()}
 
 
+def write_torch(root: Path, n_ranks: int, n_tensors: int) -> Figures:
+    """A file of `torch.save`."""
+    import torch  # noqa: PLC0415
+
+    torch.save({key(i): torch.from_numpy(tensor(i, n_ranks)) for i in range(n_tensors)}, root.with_suffix(".pt"))
+    return {"MB": root.with_suffix(".pt").stat().st_size / 1e6}
+
+
+def inspect_and_diff(root: Path) -> Figures:
+    """Seconds of the processor, and the peak of memory, of the commands `inspect` and `diff`, of a tree and itself."""
+    figures: Figures = {}
+    for command in (["inspect", str(root)], ["diff", str(root), str(root)]):
+        with subprocess.Popen([sys.executable, "-m", "reshard", *command], stdout=subprocess.DEVNULL) as process:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        figures[f"{command[0]} s"] = used.ru_utime + used.ru_stime
+        figures[f"{command[0]} MiB"] = used.ru_maxrss / 1024
+    return figures
+
+
 def convert_hole(root: Path, n_ranks: int, file_bytes: int) -> Figures:
     """Divide a file that consists of a hole among ranks, whose files hold the zeros; the peak of private memory."""
     source = root.with_suffix(".safetensors")
@@ -596,6 +617,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024], help="none: without these cases")
     parser.add_argument("--tensors", type=int, default=1024)
+    parser.add_argument("--many", type=int, default=200_000, help="tensors that are listed and compared; 0: none")
     parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
     parser.add_argument("--files", type=int, default=16_384, help="files of ranks, of 8 tensors each")
     parser.add_argument("--file-gb", type=float, default=10, help="of files that consist of a hole")
@@ -606,7 +628,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 128], 16, 100, 16
-        options.file_gb, options.hole_gb = 0.002, [0.01]
+        options.file_gb, options.hole_gb, options.many = 0.002, [0.01], 50
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
     print("| case | rounds | figures: least; median |\n|---|---:|---|")
@@ -664,6 +686,14 @@ def main() -> None:
                 shape = f"{n_ranks // n_parts} of {n_ranks} files of {options.file_gb:g} GB"
                 name = f"open and load from {shape}{'' if is_first else ', after rank 0'} (s)"
                 report(name, load_of_large, large, n_ranks, n_parts, is_first)
+        if options.many:
+            of_torch, of_dcp, of_ranks = (folder / name for name in ("many.pt", "many_dcp", "many_ranks"))
+            fresh(write_torch, of_torch, 1, options.many)
+            fresh(write_dcp, of_dcp, 1, options.many)
+            write_tree(of_ranks, 16, options.many)
+            make_as_of_others(of_ranks)
+            for root in (of_torch, of_dcp, of_ranks):
+                report(f"inspect and diff, {options.many} tensors, {root.name}", inspect_and_diff, root)
         report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, None, options.files, 8)
         report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, None, 1, options.small)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,7 @@ class Fake:
     tensors: dict[str, Stored]
     layout: Mapping[str, object] | None = None
     optimizer: set[str] = field(default_factory=set)
+    is_shared: bool = False
 
     def keys(self, part: Literal["all", "optimizer"] = "all", /) -> list[str]:
         return [key for key in self.tensors if part == "all" or key in self.optimizer]
@@ -39,10 +41,12 @@ class Fake:
         return "F32", self.tensors[key][0]
 
     def _device_layouts(self) -> dict[str, Any]:
-        return {
+        found = {
             key: None if matrix is None else DeviceLayout(matrix, [as_list(axes) for axes in tensor_map], alias, ranks)
             for key, (_, matrix, tensor_map, alias, ranks) in self.tensors.items()
         }
+        one_of = {repr(layout): layout for layout in found.values()}
+        return {key: one_of[repr(layout)] for key, layout in found.items()} if self.is_shared else found
 
     def _layout_mapping(self) -> Mapping[str, object] | None:
         return self.layout
@@ -353,7 +357,9 @@ def checkpoints(draw: st.DrawFn) -> Fake:
 @settings(max_examples=300)
 @given(checkpoints())
 def test_whatever_is_stored_is_described(checkpoint: Fake) -> None:
-    check(checkpoint)
+    layout = check(checkpoint)
+    shared = ModelLayout.like(dataclasses.replace(checkpoint, is_shared=True))
+    assert shared.to_mapping() == layout.to_mapping()
 
 
 def test_the_shards_of_each_tensor_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

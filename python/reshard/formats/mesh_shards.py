@@ -40,7 +40,7 @@ def is_flat(key: str) -> bool:
         >>> is_flat("layers.0._flat_param"), is_flat("layers.0.weight")
         (True, False)
     """
-    return not _FLAT.isdisjoint(key.split("."))
+    return "flat_param" in key and not _FLAT.isdisjoint(key.split("."))
 
 
 def refuse_flat(tensors: Sequence[_core.RankTensor], *, is_alone: bool = False) -> None:

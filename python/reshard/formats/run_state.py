@@ -344,7 +344,7 @@ def is_optimizer(key: str) -> bool:
         >>> is_optimizer("optimizer.state.w.exp_avg"), is_optimizer("app.optim.state.w"), is_optimizer("layers.0.w")
         (True, True, False)
     """
-    return not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])
+    return "optim" in key and not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])
 
 
 def is_whole_optimizer(name: str) -> bool:

@@ -96,7 +96,11 @@ class _Stored:
 
     @classmethod
     def of(cls, tensors: dict[str, tuple[int, ...]], known: Mapping[str, DeviceLayout]) -> _Stored:
-        for key, (matrix, tensor_map, alias, ranks) in known.items():
+        # Tensors with the same layout mostly share the object: each is looked at once.
+        distinct: dict[int, tuple[str, DeviceLayout]] = {}
+        for key, layout in known.items():
+            distinct.setdefault(id(layout), (key, layout))
+        for key, (matrix, tensor_map, alias, ranks) in distinct.values():
             if math.prod(matrix) != len(ranks) or len(alias) != len(matrix) or min(matrix, default=1) < 1:
                 raise LayoutError(
                     f"{show(key)}: device matrix {list(matrix)} and its axes do not fit its "
@@ -105,7 +109,7 @@ class _Stored:
                 )
             if any(not -1 <= v < len(matrix) for axes in tensor_map for v in axes):
                 raise LayoutError(f"{show(key)}: its tensor map names an axis outside {list(matrix)}", key=key)
-        groups = {tuple(ranks) for *_, ranks in known.values()}
+        groups = {tuple(layout.rank_list) for _, layout in distinct.values()}
         several = {group for group in groups if any(set(other) < set(group) for other in groups)}
         n_ranks = min(map(len, groups))
         parts = {group[at : at + n_ranks] for group in several for at in range(0, len(group), n_ranks)}
@@ -114,13 +118,18 @@ class _Stored:
         if len({len(stage) for stage in stages}) > 1 or len(set(ranks)) != len(ranks):
             raise _no_stages()
         number = {stage: n for n, stage in enumerate(stages)}
-        on_several = {key: layout for key, layout in known.items() if tuple(layout.rank_list) not in number}
-        known = {**known, **{key: _on_each(layout, stages) for key, layout in on_several.items()}}
-        on_some = [key for key, layout in on_several.items() if len(layout.rank_list) < len(ranks)]
+        stage_of = {one: number.get(tuple(layout.rank_list), _ALL) for one, (_, layout) in distinct.items()}
+        on_each = {
+            one: _on_each(layout, stages) if stage_of[one] == _ALL else layout for one, (_, layout) in distinct.items()
+        }
+        on_some = [
+            key for key, layout in known.items() if stage_of[id(layout)] == _ALL and len(layout.rank_list) < len(ranks)
+        ]
         if on_some:
             _log.warning("tensors are stored on some stages; in a layout, on all: %s", listed(map(show, on_some)))
-        spans = common_spans({tuple(matrix) for matrix, *_ in known.values()})
-        names = axis_names(spans, known.values())
+        spans = common_spans({tuple(matrix) for matrix, *_ in on_each.values()})
+        names = axis_names(spans, on_each.values())
+        cuts = {one: cut_on(*layout[:2], spans, names) for one, layout in on_each.items()}
         stage_axis: str | None = None
         if len(stages) > 1:
             stage_axis = stage_axis_name(names)
@@ -132,10 +141,13 @@ class _Stored:
             ranks=ranks,
             stage_axis=stage_axis,
             n_stages=len(stages),
-            cut=dict.fromkeys(tensors, ()) | {key: cut_on(*layout[:2], spans, names) for key, layout in known.items()},
+            cut=dict.fromkeys(tensors, ()) | {key: cuts[id(layout)] for key, layout in known.items()},
             stage=dict.fromkeys(tensors)
-            | {key: number[tuple(layout.rank_list)] for key, layout in known.items() if stage_axis}
-            | dict.fromkeys(on_several, _ALL),
+            | {
+                key: stage
+                for key, layout in known.items()
+                if (stage := stage_of[id(layout)]) == _ALL or stage_axis is not None
+            },
         )
 
 
@@ -296,7 +308,12 @@ class _Writer:
             return False
         if resolved.warnings:
             return False
+        alike: set[tuple[int, int, int | None]] = set()
         for key, layout in resolved.layouts.items():
+            one = id(layout), id(stored.cut[key]), stored.stage[key]
+            if one in alike:
+                continue
+            alike.add(one)
             stages = {coordinate for _, coordinate in layout.place}
             stage = stored.stage[key]
             expected = set() if stage == _ALL else {stage}

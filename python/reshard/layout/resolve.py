@@ -487,7 +487,7 @@ class _Resolver:
 
     def _joins(self, layouts: Mapping[str, TensorLayout]) -> list[Join]:
         members: dict[tuple[int, str], list[tuple[int, tuple[object, ...], str]]] = {}
-        for key in self.tensors:
+        for key in self.tensors if any(rule.join is not None for rule in self.layout.rules) else ():
             parameter = self.parameter.get(key, key)
             if parameter not in self.rule_of:
                 continue

@@ -239,10 +239,12 @@ def check_shapes(name: str, value: object) -> None:
     """Refuse a value that is not a mapping of keys to shapes."""
     _mapping(name, value)
     for key, shape in value.items():  # type: ignore[attr-defined]
-        check_text(key, f"key of `{name}`")
+        if type(key) is not str or not key.isascii():
+            check_text(key, f"key of `{name}`")
         is_list = type(shape) is tuple or (isinstance(shape, Sequence) and not isinstance(shape, str | bytes))
-        if not is_list or not all(type(extent) is int and 0 <= extent < _MAX_INTEGER for extent in shape):
-            raise ArgumentError(f"`{name}` gives {show(key)} no shape: expected whole numbers from 0 on", key=key)
+        for extent in shape if is_list else (None,):
+            if type(extent) is not int or not 0 <= extent < _MAX_INTEGER:
+                raise ArgumentError(f"`{name}` gives {show(key)} no shape: expected whole numbers from 0 on", key=key)
 
 
 def _mapping(name: str, value: object) -> None:

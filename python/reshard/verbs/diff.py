@@ -625,11 +625,8 @@ class _Comparison:
         self.half_bytes = half_bytes
 
     def compare(self, batch: list[_PairRegion]) -> None:
-        sides = [self._read(side, batch) for side in range(2)]
-        if len(batch) > 1 and self._are_equal(batch):
-            return
         small: dict[tuple[str, str], list[_Read]] = {}
-        for region, a, b in zip(batch, *sides, strict=True):
+        for region, a, b in self._not_equal(batch):
             pair = region.pair
             if region.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and _same(a, b):
                 continue  # a whole tensor that is equal: its norms are not needed
@@ -645,14 +642,19 @@ class _Comparison:
         for several in small.values():
             _compare_small(several)
 
-    def _are_equal(self, batch: list[_PairRegion]) -> bool:
-        """Whether all are whole tensors of the same dtype and bytes on both sides. False: each has to be compared."""
-        if not all(_is_whole(region) and region.pair.kind.dtypes[0] == region.pair.kind.dtypes[1] for region in batch):
-            return False
-        end = sum(_aligned(region.n_bytes[0]) for region in batch)
-        # Bytes between the tensors are of earlier batches, so that they can differ only if those did.
-        a, b = (buffer[:end] for buffer in self.buffers)
-        return _same(a, b)
+    def _not_equal(self, batch: list[_PairRegion]) -> Iterator[_Read]:
+        """Read both sides, and return all but those that are together with others whole tensors of the same bytes."""
+        sides = [self._read(side, batch) for side in range(2)]
+        ends = [0, 0]
+        for first in range(0, len(batch), _MANY):
+            group = batch[first : first + _MANY]
+            starts = ends
+            ends = [end + sum(_aligned(one.n_bytes[side]) for one in group) for side, end in enumerate(starts)]
+            # Bytes between the tensors are of earlier batches, so that they can differ only if those did.
+            a, b = (buffer[start:end] for buffer, start, end in zip(self.buffers, starts, ends, strict=True))
+            is_alike = all(_is_whole(one) and one.pair.kind.dtypes[0] == one.pair.kind.dtypes[1] for one in group)
+            if not (is_alike and len(group) > 1 and _same(a, b)):
+                yield from zip(group, *(side[first : first + _MANY] for side in sides), strict=True)
 
     def _read(self, side: int, batch: list[_PairRegion]) -> list[np.ndarray]:
         opened = self.sides[side]

@@ -97,12 +97,11 @@ class DcpData(CheckpointData):
         if run_state.is_optimizer(key):
             return "optimizer"
         recorded = self.recorded()
-        stored = (
-            [one.name.partition("@")[2] for one in self.index.stored(key) if one.file != _core.ZEROS]  # behind a number
-            if recorded and self.is_view
-            else [key]
-        )
-        return "optimizer" if any(name in recorded for name in stored) else "model"
+        if not recorded or not self.is_view:
+            return "optimizer" if key in recorded else "model"
+        stored = self.index.stored(key)
+        names = (one.name.partition("@")[2] for one in stored if one.file != _core.ZEROS)  # behind a number
+        return "optimizer" if any(name in recorded for name in names) else "model"
 
     def slot_of(self, key: str) -> tuple[str, str] | None:
         """By the parts of the name: `<optimizer>.state.<parameter>.<slot>`."""
