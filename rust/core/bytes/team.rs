@@ -217,7 +217,8 @@ mod tests {
                     if part == 20 {
                         return Err(Error::new(Kind::Damaged, "part 20"));
                     }
-                    std::thread::sleep(Duration::from_micros(100));
+                    // So long that few are begun meanwhile also if the thread with the error does not go on for seconds.
+                    std::thread::sleep(Duration::from_millis(if part > 20 { 100 } else { 0 }));
                     Ok(())
                 })
                 .unwrap_err();
@@ -230,35 +231,38 @@ mod tests {
     #[test]
     fn the_calling_thread_ticks_while_it_works_and_while_it_waits() {
         let pool = pool(2);
-        let n_ticks = Cell::new(0);
-        let tick = || n_ticks.set(n_ticks.get() + 1);
+        let n_ticks = AtomicUsize::new(0);
+        let tick = || {
+            n_ticks.fetch_add(1, Ordering::SeqCst);
+        };
+        let wait_for = |n| {
+            let begun = Instant::now();
+            while n_ticks.load(Ordering::SeqCst) < n {
+                assert!(begun.elapsed() < 1000 * TICK, "no more than {n_ticks:?}");
+                std::thread::sleep(TICK / 10);
+            }
+        };
         let team = Team::new(&pool, &tick);
         let caller = std::thread::current().id();
-        let sleep = |n| std::thread::sleep(n * TICK);
         assert_eq!(
             team.install(|| {
-                sleep(3);
+                wait_for(1);
                 7
             }),
             7
         );
-        let waiting = n_ticks.replace(0);
-        assert!(waiting > 0);
+        n_ticks.store(0, Ordering::SeqCst);
         let barrier = Barrier::new(2);
         let part = |_, ()| {
             barrier.wait();
-            sleep(if std::thread::current().id() == caller {
-                2
+            if std::thread::current().id() == caller {
+                std::thread::sleep(2 * TICK);
             } else {
-                5
-            });
+                wait_for(3); // one after the part of the caller, the others while it waits
+            }
             Ok(())
         };
         team.for_each(vec![(), ()], part).unwrap();
-        assert!(
-            n_ticks.get() > 1,
-            "once after its part, then while it waits"
-        );
     }
 
     #[test]

@@ -22,7 +22,7 @@ const BLOCK_BYTES: u64 = 4 << 20;
 const BLOCKS_AT_ONCE: u64 = 8;
 /// How often the time of a block that is read is renewed.
 const TOUCH_EVERY: Duration = Duration::from_secs(60);
-/// The size is looked at when this part of it was written.
+/// The size is looked at when more than this part of it was written.
 const SWEEP_PART: u64 = 16;
 const SWEEP_LOCK: &str = ".sweep";
 /// For a block that another process fetches. Requests are repeated for a minute.
@@ -219,10 +219,9 @@ impl Cached {
         }
         let n = (block.len() + sums.len()) as u64;
         let limit = self.cache.max_bytes / SWEEP_PART;
-        if WRITTEN.fetch_add(n, Ordering::Relaxed) >= limit {
-            WRITTEN.store(0, Ordering::Relaxed);
-            sweep(&self.cache);
-        }
+        // Also after a sweep: what was written while it looked is not in its sum, and found its lock held.
+        WRITTEN.fetch_add(n, Ordering::SeqCst);
+        while WRITTEN.load(Ordering::SeqCst) > limit && sweep(&self.cache) {}
     }
 }
 
@@ -246,25 +245,27 @@ fn remove_locked(file: &File, path: &Path) {
     }
 }
 
-/// Removes what was not read for the longest time, until there is room for what is written before the next call.
-fn sweep(cache: &Cache) {
+/// Removes what was not read for the longest time, until there is room for what is written before the next call. Returns
+/// whether it did: one at a time does.
+fn sweep(cache: &Cache) -> bool {
     let path = cache.folder.join(SWEEP_LOCK);
     let lock = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
         .open(&path);
-    let Ok(lock) = lock else { return };
+    let Ok(lock) = lock else { return false };
     if lock.try_lock().is_err() {
         // Another process does, or a fork of one that was killed holds the lock: the next sweep makes another file.
         let begun = lock.metadata().and_then(|found| found.modified());
         if begun.is_ok_and(|begun| begun.elapsed().is_ok_and(|age| age > WAIT)) {
             remove_locked(&lock, &path);
         }
-        return;
+        return false;
     }
     let _ = lock.set_modified(SystemTime::now());
     let _lock = Locked(lock);
+    WRITTEN.store(0, Ordering::SeqCst);
     let mut blocks = Vec::new();
     for folder in entries(&cache.folder) {
         for block in entries(&folder) {
@@ -289,6 +290,7 @@ fn sweep(cache: &Cache) {
             let _ = block.parent().map(fs::remove_dir); // if it is empty now
         }
     }
+    true
 }
 
 fn entries(folder: &Path) -> Vec<PathBuf> {
