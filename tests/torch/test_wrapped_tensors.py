@@ -177,7 +177,9 @@ def test_files_of_torch_with_a_wrapper_of_a_weight(tmp_path: Path) -> None:
     reshard.convert(tmp_path / "dcp", tmp_path / "hf", to="huggingface")
     assert np.unique(reshard.open(tmp_path / "hf").read("w")).tolist() == [2.0]
     twice = Made((4, 4), torch.float32, None, a=torch.ones(4, 4), b=torch.zeros(4, 4))
-    for name, one in {"several": quantised(3), "twice": twice}.items():
+    beside = Made((4, 4), torch.float32, None, weight=torch.ones(4, 4), factors=torch.zeros(4, 2))
+    nested = Made((4, 4), torch.float32, None, weight=torch.ones(4, 4), factors=quantised(3))
+    for name, one in {"several": quantised(3), "twice": twice, "beside": beside, "nested": nested}.items():
         dcp.save({"w": one}, checkpoint_id=tmp_path / name, no_dist=True)  # type: ignore[attr-defined]
         with pytest.raises(UnsupportedError, match=r"of the type `.*wrapped_tensors\.Made`"):
             reshard.open(tmp_path / name).read("w")

@@ -421,8 +421,8 @@ impl TorchFile {
         Ok(Some(Sharded { local, shape, spec }))
     }
 
-    /// Of a tensor that is made of others, the one among its attributes that has its shape and element type: it holds
-    /// the values. `None` if there is none or more than one.
+    /// Of a tensor that is made of others, the one that holds its values: the only one among its attributes, apart from
+    /// those that torchao computes from it, and of its shape and element type. `None` if there is no such one.
     ///
     /// The call is `(function, type, (type, dtype, size, ...), attributes)`.
     fn whole_inside(&self, call: &[Id]) -> Result<Option<Tensor>> {
@@ -446,22 +446,28 @@ impl TorchFile {
             .pickle
             .sequence(attributes)
             .unwrap_or(std::slice::from_ref(&attributes));
-        let mut found: Vec<Tensor> = Vec::new();
-        for [_, value] in parts
+        let mut found: Option<Tensor> = None;
+        for [key, value] in parts
             .iter()
             .filter_map(|one| self.pickle.items(*one))
             .flatten()
         {
+            let is_computed = |name: &str| name.starts_with("_precomputed");
+            if !self.is_tensor(*value) || self.pickle.text(*key).is_some_and(is_computed) {
+                continue;
+            }
             // A tensor inside it that is made of others again is not looked into: a cycle of them has no end.
-            if let Some(tensor) = self.not_nested(*value)?
-                && tensor.dtype == dtype
-                && tensor.shape == shape
-                && !found.contains(&tensor)
-            {
-                found.push(tensor);
+            match self.not_nested(*value)? {
+                Some(tensor) if tensor.dtype == dtype && tensor.shape == shape => {
+                    if found.as_ref().is_some_and(|known| *known != tensor) {
+                        return Ok(None);
+                    }
+                    found = Some(tensor);
+                }
+                _ => return Ok(None),
             }
         }
-        Ok(if found.len() == 1 { found.pop() } else { None })
+        Ok(found)
     }
 
     /// The dense tensor that a value is, or the one of a parameter that it is.
@@ -485,6 +491,14 @@ impl TorchFile {
 
     fn arguments(&self, record: Record<'_>) -> &[Id] {
         self.pickle.sequence(record.arguments).unwrap_or_default()
+    }
+
+    fn is_tensor(&self, id: Id) -> bool {
+        let Some(record) = self.pickle.record(id) else {
+            return false;
+        };
+        let name = self.pickle.name(record.function);
+        name.is_some_and(|(module, name)| self.makes_tensor(module, name, record))
     }
 
     /// Whether a call is one of torch that makes a tensor, or is given a storage or a tensor.
