@@ -145,3 +145,7 @@ def test_weights_without_elements_are_told(both: Path, caplog: pytest.LogCapture
     with reshard.open(alone) as checkpoint:
         assert checkpoint.shape("w") == (0, 4)
     assert "are placeholders: `w` has the shape (0, 4)" in caplog.text
+    caplog.clear()
+    reshard.save_file({"w": np.zeros((4, 0), np.float32)}, alone / "model.safetensors")
+    reshard.open(alone).close()
+    assert caplog.text == ""

@@ -275,7 +275,7 @@ def check_alone(data: CheckpointData, folder: Location) -> None:
     runs = [one.traits.name for one in found]
     others = [one.traits.name for one in found if one not in _OF_THE_SAME_FILES]
     keys = map(data.index.key, range(len(data.index)))
-    empty = next((key for key in keys if 0 in data.index.shape(key)), None)
+    empty = next((key for key in keys if data.index.shape(key)[:1] == (0,)), None)
     own = data.traits.name
     if empty is None and others:
         raise UnsupportedError(
