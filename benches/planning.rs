@@ -1,5 +1,5 @@
 //! Planning at scale: checks the coverage of 2,000 tensors on 16,384 ranks, and of 20,000 on 102,400, and plans one rank
-//! of another layout.
+//! of another layout. The same for flat parts of 20,000 tensors on 1,024 to 102,400 ranks.
 //!
 //! Prints time and peak memory, and compares the number of copies with the arithmetic of the layouts. Fails above one
 //! second or 256 MiB. The large case is for optimized builds, and fails if the coverage alone takes a second, or above
@@ -9,6 +9,7 @@
 
 use reshard_core::dtype::Dtype;
 use reshard_core::index::Index;
+use reshard_core::joined::Joined;
 use reshard_core::layout::{DimPartition, Layout, Partition, Uneven};
 use reshard_core::mesh::Mesh;
 use reshard_core::request::Request;
@@ -97,6 +98,11 @@ fn main() {
     });
     for form in Form::ALL {
         measure_form(form);
+    }
+    for n_ranks in [1_024, 10_240, 102_400] {
+        for form in Flat::ALL {
+            measure_flat(form, n_ranks);
+        }
     }
 }
 
@@ -187,6 +193,138 @@ fn measure_form(form: Form) {
     let peak_mib = PEAK.load(Ordering::Relaxed) >> 20;
     println!(
         "{form:?}: index {built:?}, coverage {checked:?}, plan of one rank ({n_copy_ops} copies) {planned:?}, peak \
+         {peak_mib} MiB"
+    );
+    assert!(checked.as_secs_f64() < 1.0, "more than one second");
+    assert!(peak_mib < 512, "more than 512 MiB");
+}
+
+/// Ways in which ranks divide the flattened states of 20,000 tensors.
+#[derive(Debug, Clone, Copy)]
+enum Flat {
+    /// Each tensor alone, over all ranks but those of tensor parallelism.
+    Alone,
+    /// One buffer with all tensors, over all ranks, as the first two stages of `ZeRO` have.
+    Zero,
+    /// Buffers of 40 million elements and more, divided over the ranks of data parallelism of each tensor-parallel rank,
+    /// as the distributed optimizer of Megatron-Core has.
+    Buckets,
+}
+
+impl Flat {
+    const ALL: [Self; 3] = [Self::Alone, Self::Zero, Self::Buckets];
+    const N_TENSORS: u64 = 20_000;
+
+    fn shape(n: u64) -> [u64; 2] {
+        [2_048 * (1 + n % 5), 1_000 + n % 97]
+    }
+
+    fn layout(n: u64, mesh: &Arc<Mesh>, is_split: bool) -> Arc<Layout> {
+        let mut dims = vec![DimPartition::default(); 2];
+        if is_split {
+            dims[0].axes.push(1);
+        }
+        let partition = Partition {
+            dims,
+            uneven: Uneven::Refuse,
+            flat: Some(if is_split { vec![0] } else { vec![0, 1] }),
+            stored: None,
+        };
+        let shape = Self::shape(n).to_vec();
+        Arc::new(Layout::new(Arc::clone(mesh), shape, partition, &[]).unwrap())
+    }
+
+    /// The tensors of each array, with their layouts.
+    fn arrays(self, mesh: &Arc<Mesh>) -> Vec<Vec<(String, Arc<Layout>)>> {
+        let mut arrays: Vec<Vec<_>> = Vec::new();
+        let mut n_elements = u64::MAX;
+        for n in 0..Self::N_TENSORS {
+            let is_next = match self {
+                Self::Alone => true,
+                Self::Zero => n == 0,
+                Self::Buckets => n_elements >= 40_000_000,
+            };
+            if is_next {
+                arrays.push(Vec::new());
+                n_elements = 0;
+            }
+            let layout = Self::layout(n, mesh, !matches!(self, Self::Zero));
+            n_elements += Self::shape(n).iter().product::<u64>();
+            let key = format!("decoder.layers.{n}.mlp.linear_fc1.weight");
+            arrays.last_mut().unwrap().push((key, layout));
+        }
+        arrays
+    }
+
+    fn joined(self, mesh: &Arc<Mesh>) -> Vec<Arc<Joined>> {
+        let arrays = self.arrays(mesh).into_iter().enumerate();
+        let joined = arrays.map(|(i, keys)| Joined::new(format!("buffer.{i}"), keys, 64).unwrap());
+        joined.map(Arc::new).collect()
+    }
+}
+
+fn measure_flat(form: Flat, n_ranks: u64) {
+    let mesh = |tp: u64| {
+        let axes = vec![("dp".to_owned(), n_ranks / tp), ("tp".to_owned(), tp)];
+        Arc::new(Mesh::new(axes, None).unwrap())
+    };
+    let (from, to) = (mesh(8), mesh(16));
+    PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+    let mut clock = Instant::now();
+    let mut lap = || std::mem::replace(&mut clock, Instant::now()).elapsed();
+    let mut index = Index::new();
+    let file = |rank| {
+        let name = PathBuf::from(format!("model-{rank:07}.safetensors"));
+        index.add_file(name, false, Method::default())
+    };
+    let files: Arc<[u32]> = (0..from.n_points()).map(file).collect();
+    if matches!(form, Flat::Alone) {
+        for (key, layout) in form.arrays(&from).iter().flatten() {
+            index.add_layout(key, Dtype::F32, layout, &files).unwrap();
+        }
+    } else {
+        for joined in form.joined(&from) {
+            index.add_joined(Dtype::F32, &joined, &files).unwrap();
+        }
+    }
+    let built = lap();
+    index.check_coverage().unwrap();
+    let checked = lap();
+    let rank = n_ranks / 2 + 77;
+    let mut request = Request::default();
+    if matches!(form, Flat::Alone) {
+        for (key, layout) in form.arrays(&to).iter().flatten() {
+            request.add(key, key, layout, rank).unwrap();
+        }
+    } else {
+        for joined in form.joined(&to) {
+            request.add_joined(&joined, rank).unwrap();
+        }
+    }
+    let requested = lap();
+    let n_copy_ops = index.count_copy_ops(&request).unwrap();
+    let planned = lap();
+    // All of the weights of one tensor-parallel rank of sixteen, as another program has them.
+    let whole =
+        Arc::new(Mesh::new(vec![("dp".to_owned(), 1), ("tp".to_owned(), 16)], None).unwrap());
+    let mut n_of_weights = 0;
+    let most = if matches!(form, Flat::Zero) {
+        Flat::N_TENSORS
+    } else {
+        100
+    };
+    for n in 0..most {
+        let layout = layout(&whole, Flat::shape(n), [&[1], &[]]);
+        let key = format!("decoder.layers.{n}.mlp.linear_fc1.weight");
+        let mut request = Request::default();
+        request.add(&key, &key, &layout, 7).unwrap();
+        n_of_weights += index.count_copy_ops(&request).unwrap();
+    }
+    let of_weights = lap();
+    let peak_mib = PEAK.load(Ordering::Relaxed) >> 20;
+    println!(
+        "{form:?}, {n_ranks} ranks: index {built:?}, coverage {checked:?}, request of one rank {requested:?} and its \
+         plan ({n_copy_ops} copies) {planned:?}, weights of {most} tensors ({n_of_weights} copies) {of_weights:?}, peak \
          {peak_mib} MiB"
     );
     assert!(checked.as_secs_f64() < 1.0, "more than one second");

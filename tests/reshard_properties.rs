@@ -109,7 +109,7 @@ prop_compose! {
                 bounds.extend([0, shape[d]]);
                 bounds.sort_unstable();
                 dim.sizes = Some(bounds.windows(2).map(|pair| pair[1] - pair[0]).collect());
-            } else if kind == 2 && flat.is_none() {
+            } else if kind == 2 {
                 let first = splits[d] % (shape[d] + 1);
                 dim.blocks = Some(vec![
                     Block { size: first, is_cut: true },

@@ -42,6 +42,7 @@ __all__ = [
     "HeldCopy",
     "Index",
     "IndexPattern",
+    "Joined",
     "KeyGroup",
     "Layout",
     "LifecycleRule",
@@ -810,19 +811,33 @@ class Request:
             shape: number of elements in each global dim.
         """
 
-    def add_joined(self, name: str, members: Sequence[tuple[str, Layout]], rank: int, align: int) -> None:
-        """Request the rank's part of a joint buffer: the local blocks of all members, concatenated to one 1-D array.
+    def add_joined(self, joined: Joined, rank: int) -> None:
+        """Request the part of a joined array that a rank holds.
+
+        Args:
+            joined: the array; the gaps between its blocks are filled with zeros.
+            rank: the global rank; it must hold a part of a key.
+        """
+
+@final
+class Joined:
+    """Tensors that are one 1-D array on each rank: the local blocks of those that it holds, concatenated and divided."""
+
+    def __new__(cls, name: str, members: Sequence[tuple[str, Layout]], align: int) -> Joined:
+        """Join tensors, of which a rank need not hold all.
 
         Args:
             name: the name of the array.
-            members: `(key, layout)` of each block. All layouts have the same `flat` axes, and the rank holds all.
-            rank: the global rank.
+            members: `(key, layout)` of each block, in order. All layouts have the same mesh and `flat` axes.
             align: each start is rounded up to a multiple of `align` elements, and the end to the number of parts times
-                `align`; the gaps are filled with zeros.
+                `align`.
         """
 
-    def last(self) -> tuple[tuple[int, ...], list[tuple[str, Tile]]]:
-        """Return the shape of the array that was added last, and its tiles with their keys. IndexError: there is none."""
+    def part(self, rank: int) -> tuple[int, list[tuple[str, Tile]]]:
+        """Return the elements that a rank holds, padding included, and their tiles with their keys."""
+
+    def groups(self) -> list[tuple[int, list[int]]]:
+        """Return the elements of each distinct part, and the ranks that hold it, in the order of the lowest ones."""
 
 @final
 class Buffer:

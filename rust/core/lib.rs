@@ -24,6 +24,8 @@ pub mod geometry {
     pub mod mesh;
 
     pub mod layout;
+
+    pub mod joined;
 }
 
 /// Memory, the copies between slices of it, and the threads that execute them.
@@ -55,6 +57,7 @@ pub mod planning {
     pub mod plan;
     pub mod request;
 
+    pub(crate) mod divided;
     pub(crate) mod factors;
     pub mod flat;
 
@@ -101,7 +104,7 @@ pub use bytes::{cast, memory, strided, team};
 pub use check::{changes, finite, verify};
 pub use error::{Error, Kind, Result};
 pub use files::{checksum, header, listed, local_array, shard_file, source};
-pub use geometry::{dtype, layout, mesh, region, tile};
+pub use geometry::{dtype, joined, layout, mesh, region, tile};
 pub use planning::{extents, flat, index, plan, request, stored};
 pub use read::{copy, window};
 pub use write::{route, small_files, snapshot, writer};

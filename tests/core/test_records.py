@@ -158,8 +158,3 @@ def test_a_changed_file_is_told_with_both_states(tmp_path: Path) -> None:
     assert changed.opened == _core.FileState(before.st_size, before.st_mtime_ns, before.st_ino)
     assert changed.now is not None
     assert changed.now.n_bytes == path.stat().st_size
-
-
-def test_a_request_without_arrays_has_no_last_one() -> None:
-    with pytest.raises(IndexError, match="no array is requested"):
-        _core.Request().last()

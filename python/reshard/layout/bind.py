@@ -150,6 +150,14 @@ class BoundLayout:
         }
         return [next(made[names]) for _, names in arrays]
 
+    def joined(self, join: Join) -> _core.Joined:
+        """The geometry of one of its joins."""
+        if join.name not in self._joined:
+            with _naming(join.keys[0]):
+                members = [(key, self.layouts[key]) for key in join.keys if key in self.layouts]
+                self._joined[join.name] = _core.Joined(join.name, members, join.align)
+        return self._joined[join.name]
+
     def _request(self, arrays: Iterable[_Array], rank: int) -> _core.Request:
         request = _core.Request()
         alone: list[tuple[str, _core.Layout]] = []
@@ -159,8 +167,9 @@ class BoundLayout:
                 continue
             request.add_all(alone, rank)
             alone = []
+            joined = self.joined(join)
             with _naming(members[0]):
-                request.add_joined(name, [(key, self.layouts[key]) for key in members], rank, join.align)
+                request.add_joined(joined, rank)
         request.add_all(alone, rank)
         return request
 
@@ -177,6 +186,11 @@ class BoundLayout:
     @functools.cached_property
     def _arrays_at(self) -> dict[int, dict[str, _Array]]:
         """The arrays of the ranks that hold some keys, by the address of these, as far as they were asked for."""
+        return {}
+
+    @functools.cached_property
+    def _joined(self) -> dict[str, _core.Joined]:
+        """The geometry of joins, as far as it was asked for."""
         return {}
 
     @functools.cached_property

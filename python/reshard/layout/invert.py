@@ -99,7 +99,7 @@ def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[in
         MismatchError: an array is missing, is not expected on the rank, or has an unexpected shape. The message names
             the key and the rank.
     """
-    joins = {join.name for join in bound.joins}
+    joins = {join.name: join for join in bound.joins}
     shapes: dict[tuple[int, int], Shape] = {}
     n_given: Counter[int] = Counter()
     for of_ranks in local_shapes.values():
@@ -115,7 +115,8 @@ def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[in
                     hint="give the array, of size 0 if the part is empty, or change `place` in the layout",
                 )
             if name in joins:
-                expected, _ = bound.request_of(rank, [name]).last()
+                n_elements, _ = bound.joined(joins[name]).part(rank)
+                expected: Shape = (n_elements,)
             else:
                 made = bound.layouts[name]
                 if (id(made), rank) not in shapes:

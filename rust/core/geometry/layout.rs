@@ -194,6 +194,43 @@ impl Cuts {
         }
     }
 
+    /// The elements that the parts divide.
+    pub(crate) fn extent(&self) -> u64 {
+        match self {
+            Self::Even { extent, .. } | Self::Ceil { extent, .. } => *extent,
+            Self::Listed(bounds) => bounds[bounds.len() - 1],
+            Self::Blocks(blocks, _) => blocks.iter().map(|(_, cuts)| cuts.extent()).sum(),
+        }
+    }
+
+    /// Whether the parts cover a dim without gaps.
+    pub(crate) fn covers(&self, extent: u64) -> bool {
+        self.extent() == extent
+            && match self {
+                Self::Even { n_parts, .. } => extent.is_multiple_of(*n_parts),
+                Self::Ceil { .. } => true,
+                Self::Listed(bounds) => bounds[0] == 0 && bounds.is_sorted(),
+                Self::Blocks(blocks, _) => {
+                    let mut end = 0;
+                    blocks.iter().all(|(start, cuts)| {
+                        let n = cuts.extent();
+                        let is_next = *start == end;
+                        end = start + n;
+                        is_next && cuts.covers(n)
+                    })
+                }
+            }
+    }
+
+    /// Whether all parts have as many elements.
+    fn is_even(&self) -> bool {
+        match self {
+            Self::Even { .. } => true,
+            Self::Ceil { .. } | Self::Listed(_) => false,
+            Self::Blocks(blocks, _) => blocks.iter().all(|(_, cuts)| cuts.is_even()),
+        }
+    }
+
     /// `(global start, extent)` of the nonempty segments of a part, in local order.
     fn segments(&self, part: u64) -> Vec<(u64, u64)> {
         let segment = |(start, end): (u64, u64), base: u64| {
@@ -405,6 +442,14 @@ impl Layout {
             .collect()
     }
 
+    /// Axes on whose coordinates it depends whether a rank holds a part, and how many elements its block has.
+    pub(crate) fn shaping_axes(&self) -> impl Iterator<Item = usize> {
+        let fixed = self.fixed.iter().enumerate();
+        let fixed = fixed.filter_map(|(axis, at)| at.map(|_| axis));
+        let uneven = self.dims.iter().filter(|dim| !dim.cuts.is_even());
+        fixed.chain(uneven.flat_map(|dim| dim.axes.iter().copied()))
+    }
+
     /// The part of the position that the axes in `place` determine.
     pub(crate) fn fixed_position(&self) -> u64 {
         self.fixed
@@ -424,9 +469,15 @@ impl Layout {
         self.order.iter().map(|&d| extents[d]).collect()
     }
 
+    /// Elements of the block after `cut`.
+    pub fn block_len(&self, position: u64) -> u64 {
+        let extents = self.dims.iter().map(|dim| dim.extent(&self.mesh, position));
+        extents.product()
+    }
+
     /// The span of a block that is alone in its flattened buffer, padded to a multiple of the number of parts.
     pub fn own_span(&self, position: u64) -> FlatSpan {
-        let n: u64 = self.block_shape(position).iter().product();
+        let n = self.block_len(position);
         let parts = self
             .flat
             .as_ref()

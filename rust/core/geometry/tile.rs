@@ -4,7 +4,7 @@ use crate::geometry::region::Region;
 
 /// The region `global` is stored in the local array from element `local_offset` on, with element strides
 /// `local_strides`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// The region of the global tensor.
     pub global: Region,

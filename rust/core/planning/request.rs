@@ -1,7 +1,8 @@
 //! Requests: local arrays, each made of regions of the tensors of an index.
 
 use crate::error::{Error, Kind, Printable, Result};
-use crate::geometry::layout::{FlatSpan, Layout};
+use crate::geometry::joined::{Joined, JoinedPart, KeyAndShape};
+use crate::geometry::layout::Layout;
 use crate::geometry::region::{Region, row_major_strides};
 use crate::geometry::tile::Tile;
 use std::borrow::Cow;
@@ -16,7 +17,7 @@ pub struct RequestedArray {
     pub(crate) tiles: Vec<(String, Tile)>,
     pub(crate) padding: Vec<(u64, u64)>,
     /// The keys of its tiles, and the global shapes that the request assumes.
-    pub(crate) keys: Vec<(String, Option<Vec<u64>>)>,
+    pub(crate) keys: Arc<[KeyAndShape]>,
 }
 
 /// The local arrays that are requested.
@@ -293,7 +294,7 @@ impl Request {
             } else {
                 Vec::new()
             },
-            keys: vec![(key.to_owned(), Some(layout.shape().to_vec()))],
+            keys: [(key.to_owned(), Some(layout.shape().to_vec()))].into(),
         });
         Ok(())
     }
@@ -314,111 +315,30 @@ impl Request {
         self.arrays.push(RequestedArray {
             name: name.to_owned(),
             shape,
-            keys: vec![(key.to_owned(), None)],
+            keys: [(key.to_owned(), None)].into(),
             tiles: vec![(key.to_owned(), tile)],
             padding: Vec::new(),
         });
     }
 
-    /// Requests the part of a rank in the concatenated blocks of several keys; each start is rounded up to `align`
-    /// elements.
+    /// Requests the part of a rank in a joined array.
     ///
     /// # Errors
-    /// There are no keys, their layouts differ in `flat` or mesh, the rank does not hold one, or the result is too
-    /// long.
-    pub fn add_joined(
-        &mut self,
-        name: &str,
-        members: &[(String, Arc<Layout>)],
-        rank: u64,
-        align: u64,
-    ) -> Result<()> {
-        let bad = |what: String| {
-            Error::new(
-                Kind::Layout,
-                format!("joined array `{}`: {what}", Printable(name)),
-            )
-            .key(name)
-        };
-        let (_, first) = members
-            .first()
-            .ok_or_else(|| bad("it has no keys".to_owned()))?;
-        let axes = first
-            .flat_axes()
-            .ok_or_else(|| bad("the layouts of its keys have no `flat`".to_owned()))?;
-        let position = first.mesh().position(rank)?;
-        if align == 0 {
-            return Err(bad("`align` is 0; expected at least 1".to_owned()));
-        }
-        let (mut end, mut starts) = (0_u64, Vec::new());
-        for (key, layout) in members {
-            if layout.flat_axes() != Some(axes)
-                || layout.mesh() != first.mesh()
-                || !layout.holds(position)
-            {
-                return Err(bad(format!(
-                    "`{}` is partitioned over other axes, or rank {rank} does not hold it",
-                    Printable(key)
-                )));
-            }
-            let n: u64 = layout.block_shape(position).iter().product();
-            let start = end
-                .checked_next_multiple_of(align)
-                .ok_or_else(|| bad("it is too long".to_owned()))?;
-            end = start
-                .checked_add(n)
-                .filter(|end| *end < 1 << 62)
-                .ok_or_else(|| bad("it is too long".to_owned()))?;
-            starts.push((start, n));
-        }
-        let parts = first.mesh().n_folded(axes);
-        let unit = parts
-            .checked_mul(align)
-            .ok_or_else(|| bad("it is too long".to_owned()))?;
-        let total = end
-            .checked_next_multiple_of(unit)
-            .filter(|total| *total < 1 << 62)
-            .ok_or_else(|| bad("it is too long".to_owned()))?;
-        let part_len = total / parts;
-        let own = first.mesh().fold(position, axes) * part_len;
-        let mut array = RequestedArray {
-            name: name.to_owned(),
-            shape: vec![part_len],
-            tiles: Vec::new(),
-            padding: Vec::new(),
-            keys: members
-                .iter()
-                .map(|(key, layout)| (key.clone(), Some(layout.shape().to_vec())))
+    /// The mesh has no such rank, the rank holds none of the tensors, or the array is too long.
+    pub fn add_joined(&mut self, joined: &Joined, rank: u64) -> Result<()> {
+        let JoinedPart { n, tiles, padding } = joined.part_of(rank)?;
+        let key = |number: u32| joined.keys()[number as usize].0.clone();
+        self.arrays.push(RequestedArray {
+            name: joined.name().to_owned(),
+            shape: vec![n],
+            tiles: tiles
+                .into_iter()
+                .map(|(number, tile)| (key(number), tile))
                 .collect(),
-        };
-        // All elements of the part that are in no block are padding.
-        let mut gap_from = own;
-        for ((key, layout), (start, n)) in members.iter().zip(starts) {
-            let tiles = layout.tiles_in(position, FlatSpan { start, part_len });
-            array
-                .tiles
-                .extend(tiles.into_iter().map(|tile| (key.clone(), tile)));
-            let (from, to) = (
-                start.clamp(own, own + part_len),
-                (start + n).clamp(own, own + part_len),
-            );
-            if from < to {
-                if gap_from < from {
-                    array.padding.push((gap_from - own, from - own));
-                }
-                gap_from = to;
-            }
-        }
-        if gap_from < own + part_len {
-            array.padding.push((gap_from - own, part_len));
-        }
-        self.arrays.push(array);
+            padding,
+            keys: joined.held_keys(joined.mesh().position(rank)?)?,
+        });
         Ok(())
-    }
-
-    /// The array that was added last.
-    pub fn last(&self) -> Option<&RequestedArray> {
-        self.arrays.last()
     }
 }
 
@@ -431,10 +351,5 @@ impl RequestedArray {
     /// Its shape.
     pub fn shape(&self) -> &[u64] {
         &self.shape
-    }
-
-    /// Its tiles, each with its key.
-    pub fn tiles(&self) -> &[(String, Tile)] {
-        &self.tiles
     }
 }

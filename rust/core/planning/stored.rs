@@ -1,9 +1,10 @@
-//! The stored tiles of one tensor, in one of three forms, and the selection of copies for a requested tile.
+//! The stored tiles of one tensor, in one of four forms, and the selection of copies for a requested tile.
 //!
 //! A *grid* is symbolic: the boundaries of the parts of each dim, and the holders of each cell, either the ranks of a
 //! mesh (each with a file) or a table. Irregular tensors are lists of *explicit tiles*, sorted and checked to be
 //! disjoint. Some of their dims can have factors; then the regions are in factored dims. Tensors in *flat* arrays are a
-//! number each (see `flat`). Files are numbers; the index opens them.
+//! number each (see `flat`), those that a layout *divides* otherwise are computed (see `divided`). Files are numbers; the
+//! index opens them.
 
 use crate::bytes::strided::{CopyDims, Dim, merge_dims};
 use crate::error::{Error, Kind, Printable, Result};
@@ -11,6 +12,7 @@ use crate::geometry::dtype::{Dtype, n_elements};
 use crate::geometry::layout::{Cuts, Layout};
 use crate::geometry::region::{Dims, Region, row_major_strides};
 use crate::geometry::tile::Tile;
+use crate::planning::divided::{Divided, Held};
 use crate::planning::factors::Factors;
 use crate::planning::flat::{Flat, Piece, range_of};
 use crate::planning::plan::{CopyOp, strided_copy};
@@ -45,6 +47,7 @@ pub(crate) enum Form {
     /// Boxed: most tensors are grids, which are smaller.
     Tiles(Box<Tiles>),
     Flat(Flat),
+    Divided(Divided),
 }
 
 #[derive(Debug)]
@@ -333,19 +336,7 @@ impl Grid {
 
     pub(crate) fn check_coverage(&self, stored: &Stored) -> Result<()> {
         for (d, cuts) in self.cuts.iter().enumerate() {
-            let is_whole = match cuts {
-                Cuts::Even { extent, n_parts } => {
-                    *extent == stored.shape[d] && extent.is_multiple_of(*n_parts)
-                }
-                Cuts::Ceil { extent, .. } => *extent == stored.shape[d],
-                Cuts::Listed(bounds) => {
-                    bounds.first() == Some(&0)
-                        && bounds.last() == Some(&stored.shape[d])
-                        && bounds.is_sorted()
-                }
-                Cuts::Blocks(..) => false,
-            };
-            if !is_whole {
+            if !cuts.covers(stored.shape[d]) {
                 let message = format!(
                     "{}: the parts of dim {d} do not cover its {} elements",
                     named(&stored.key),
@@ -793,6 +784,44 @@ pub(crate) fn select_flat<'a>(
             selected.push(copy);
         }
     }
+}
+
+/// Each array that holds a part of a tensor that a layout divides, and its tiles.
+pub(crate) fn arrays_of_divided(
+    divided: &Divided,
+    key: &str,
+) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
+    let array = |place| {
+        let tensor = StoredTensor {
+            file: divided.file(place),
+            name: divided.name(key).to_owned(),
+            shape: divided.shape(place),
+        };
+        (tensor, divided.tiles(place))
+    };
+    Ok(divided.places()?.into_iter().map(array).collect())
+}
+
+/// Selects the copies of a tile, which is not empty, of a tensor that a layout divides.
+pub(crate) fn select_divided<'a>(
+    divided: &'a Divided,
+    key: &'a str,
+    tile: &Tile,
+    chosen: &mut [u64],
+    selected: &mut Vec<SelectedCopy<'a>>,
+) -> Result<()> {
+    let name = divided.name(key);
+    divided.each_over(key, &tile.global, MAX_CANDIDATES, |held| {
+        let Held {
+            region,
+            source,
+            shape,
+            files,
+        } = held;
+        let file = choose(&files, chosen, region.n_elements()).expect("each part has a file");
+        let name = Cow::Borrowed(name);
+        selected.push(selected_copy(file, name, shape, region, source, tile));
+    })
 }
 
 /// Checks that regions do not overlap. They are split along one dim after the other into groups that overlap in that

@@ -2,7 +2,6 @@
 
 use crate::errors::raise;
 use crate::records::tile_tuple;
-use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyTuple;
@@ -348,40 +347,55 @@ impl Request {
         Ok(())
     }
 
-    fn add_joined(
-        &mut self,
+    fn add_joined(&mut self, py: Python<'_>, joined: &Joined, rank: u64) -> PyResult<()> {
+        let request = raise(py, self.0.listed())?;
+        raise(py, request.add_joined(&joined.0, rank))
+    }
+}
+
+/// Tensors that are one flat array on each rank.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Joined(Arc<reshard_core::joined::Joined>);
+
+#[pymethods]
+impl Joined {
+    #[new]
+    fn new(
         py: Python<'_>,
-        name: &str,
+        name: String,
         members: Vec<(String, Bound<'_, Layout>)>,
-        rank: u64,
         align: u64,
-    ) -> PyResult<()> {
-        let members: Vec<_> = members
-            .iter()
-            .map(|(key, layout)| (key.clone(), Arc::clone(&layout.get().0)))
-            .collect();
-        raise(
-            py,
-            self.0
-                .listed()
-                .and_then(|request| request.add_joined(name, &members, rank, align)),
-        )
+    ) -> PyResult<Self> {
+        let members = members.into_iter();
+        let members = members.map(|(key, layout)| (key, Arc::clone(&layout.get().0)));
+        let joined = reshard_core::joined::Joined::new(name, members.collect(), align);
+        raise(py, joined).map(|joined| Self(Arc::new(joined)))
     }
 
-    /// Shape of the array that was added last, and its tiles with their keys.
-    fn last<'py>(
+    /// The elements that a rank holds, and their tiles with their keys.
+    fn part<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<(Bound<'py, PyTuple>, Vec<(String, Bound<'py, PyTuple>)>)> {
-        let request = raise(py, self.0.request())?;
-        let wanted = request
-            .last()
-            .ok_or_else(|| PyIndexError::new_err("no array is requested"))?;
-        let tiles = wanted.tiles().iter();
-        let tiles = tiles.map(|(key, tile)| Ok((key.clone(), tile_tuple(py, tile)?)));
-        Ok((
-            PyTuple::new(py, wanted.shape())?,
-            tiles.collect::<PyResult<_>>()?,
-        ))
+        rank: u64,
+    ) -> PyResult<(u64, Vec<(&str, Bound<'py, PyTuple>)>)> {
+        let part = raise(py, self.0.part_of(rank))?;
+        let tiles = part.tiles.iter().map(|(number, tile)| {
+            let (key, _) = &self.0.keys()[*number as usize];
+            Ok((key.as_str(), tile_tuple(py, tile)?))
+        });
+        Ok((part.n, tiles.collect::<PyResult<_>>()?))
+    }
+
+    /// The elements of each distinct part, and the ranks that hold it, by the lowest ranks.
+    fn groups(&self, py: Python<'_>) -> PyResult<Vec<(u64, Vec<u64>)>> {
+        let mesh = self.0.mesh();
+        let mut positions: Vec<u64> = (0..mesh.n_points()).collect();
+        positions.sort_unstable_by_key(|&position| mesh.rank_at(position));
+        let groups = py.detach(|| self.0.groups(positions));
+        let ranks = |(n, positions): (u64, Vec<u64>)| {
+            let ranks = positions.iter().map(|&position| mesh.rank_at(position));
+            (n, ranks.collect())
+        };
+        Ok(raise(py, groups)?.into_iter().map(ranks).collect())
     }
 }

@@ -46,7 +46,7 @@ mod _core {
         arrays::{ArrayColumns, array_kinds, reordered},
         buffer::Buffer,
         default_threads, dtype_bits,
-        geometry::{Layout, Mesh, Request},
+        geometry::{Joined, Layout, Mesh, Request},
         gguf::read_gguf,
         index::{FlatLines, Index},
         metadata::{MetadataEncoder, are_plain},

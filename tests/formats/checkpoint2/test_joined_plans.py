@@ -36,8 +36,10 @@ def planned(layout: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     return bound, plan_layout(tensors, bound)
 
 
-def parts(bound: BoundLayout, array: str, rank: int) -> tuple[tuple[int, ...], list[tuple[str, _core.Tile]]]:
-    return bound.request_of(rank, [array]).last()
+def parts(bound: BoundLayout, array: str, rank: int) -> tuple[int, list[tuple[str, _core.Tile]]]:
+    join = bound.join_named(array)
+    assert join is not None
+    return bound.joined(join).part(rank)
 
 
 @given(

@@ -426,7 +426,8 @@ def describe_cut(
             layout = bound.layouts[array]
             shape, by_key[array] = layout.local_shape(file.rank), layout.tiles(file.rank)
         else:
-            shape, tiles_of_all = bound.request_of(file.rank, [array]).last()
+            n_elements, tiles_of_all = bound.joined(join).part(file.rank)
+            shape = (n_elements,)
             for key, tile in tiles_of_all:
                 if key in described:
                     by_key.setdefault(key, []).append(tile)
@@ -454,20 +455,16 @@ def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:
 
 def _joined_shards(tensors: Mapping[str, DtypeAndPart], bound: BoundLayout) -> list[HeldGrid]:
     """The distinct parts of joined arrays, and who holds each: found by what they consist of."""
-    holders: dict[tuple[str, int, tuple[object, ...]], list[int]] = {}
-    for rank in sorted(bound.ranks) if bound.joins else ():
-        names = set(bound.local_names(rank, list(tensors)))
-        for join in bound.joins:
-            if join.name in names and tensors.keys() >= set(join.keys):
-                (n_elements,), parts = bound.request_of(rank, [join.name]).last()
-                holders.setdefault((join.name, n_elements, tuple(parts)), []).append(rank)
-    members = {join.name: join.keys for join in bound.joins}
-    shards, numbers = [], dict.fromkeys(members, 0)
-    for (name, n_elements, _), ranks in holders.items():
-        _, part = tensors[members[name][0]]
-        shards.append(HeldGrid(name, part, {numbers[name]: tuple(ranks)}, n_elements * 8))
-        numbers[name] += 1
-    return shards
+    found: list[tuple[int, int, HeldGrid]] = []
+    for n, join in enumerate(bound.joins):
+        if not tensors.keys() >= set(join.keys):
+            for rank in bound.ranks:
+                bound.local_names(rank, list(tensors))  # an error if they are some of the keys of a rank
+            continue
+        _, part = tensors[join.keys[0]]
+        for number, (n_elements, ranks) in enumerate(bound.joined(join).groups()):
+            found.append((ranks[0], n, HeldGrid(join.name, part, {number: tuple(ranks)}, n_elements * 8)))
+    return [shard for _, _, shard in sorted(found, key=lambda one: one[:2])]
 
 
 def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ...]:

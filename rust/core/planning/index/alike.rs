@@ -45,6 +45,12 @@ impl<'a> Tables<'a> {
         };
         let grid = match &stored.form {
             Form::Grid(grid) => grid,
+            Form::Divided(divided) => {
+                let layout = Arc::as_ptr(divided.layout()).addr();
+                let numbers = [layout, self.number(divided.files()), 5];
+                let place = (stored.shape.clone(), Vec::new(), numbers);
+                return divided.joint().is_none().then_some(place);
+            }
             Form::Tiles(_) => return None,
             Form::Flat(flat) => {
                 // Which elements each rank holds follows from the shape.

@@ -13,9 +13,12 @@ use crate::geometry::layout::Layout;
 use crate::geometry::region::Dims;
 use crate::planning::plan::{Array, CopyOps, Plan, PlanSource};
 use crate::planning::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
-use crate::planning::stored::{Form, Grid, SelectedCopy, ZEROS, named, select_flat, select_whole};
+use crate::planning::stored::{
+    Form, Grid, SelectedCopy, ZEROS, named, select_divided, select_flat, select_whole,
+};
 use rayon::prelude::*;
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -262,10 +265,10 @@ impl Index {
             Some(Found::InWholeFile(_, entry)) => entry.dtype,
             Some(Found::Listed(stored)) if stored.dtype.get().is_some() => self.dtype(stored)?,
             _ => {
-                for one in &selected {
-                    if requested.keys.iter().any(|(key, _)| *key == one.name) {
-                        self.set_dtype_from_file(one)?;
-                    }
+                let keys = requested.keys.iter().map(|(key, _)| key.as_str());
+                let keys: HashSet<&str> = keys.collect();
+                for one in selected.iter().filter(|one| keys.contains(&*one.name)) {
+                    self.set_dtype_from_file(one)?;
                 }
                 self.dtype_of(first_key)?
             }
@@ -444,14 +447,14 @@ impl Index {
     /// Checks keys, shapes and tiles. Returns the tensor if all tiles are of one.
     fn check_requested(&self, requested: &RequestedArray) -> Result<Option<Found<'_>>> {
         let mut last = None;
-        for (key, shape) in &requested.keys {
+        for (key, shape) in &*requested.keys {
             let found = self.found(key)?;
             if let Some(shape) = shape {
                 check_shape(key, &found, shape)?;
             }
             last = Some(found);
         }
-        let only = last.filter(|_| match requested.keys.as_slice() {
+        let only = last.filter(|_| match &*requested.keys {
             [(only, _)] => requested.tiles.iter().all(|(key, _)| key == only),
             _ => false,
         });
@@ -517,6 +520,10 @@ impl Index {
                     }
                     Form::Flat(flat) => {
                         select_flat(flat, &stored.shape, tile, chosen_bytes, &mut selected);
+                    }
+                    Form::Divided(divided) => {
+                        let key = &stored.key;
+                        select_divided(divided, key, tile, chosen_bytes, &mut selected)?;
                     }
                 },
             }

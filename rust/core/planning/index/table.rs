@@ -6,14 +6,16 @@ use crate::files::header::Entry;
 use crate::files::local_array::{LocalArray, Part};
 use crate::files::shard_file::Table;
 use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::joined::Joined;
 use crate::geometry::layout::{Cuts, Layout};
 use crate::geometry::region::{Dims, Region};
 use crate::geometry::tile::Tile;
+use crate::planning::divided::Divided;
 use crate::planning::factors::Factors;
 use crate::planning::flat::{Flat, Lines, Piece};
 use crate::planning::stored::{
-    Form, Grid, Holders, Stored, StoredTensor, Tiles, ZEROS, arrays_of_flat, in_order, named,
-    no_holder,
+    Form, Grid, Holders, Stored, StoredTensor, Tiles, ZEROS, arrays_of_divided, arrays_of_flat,
+    in_order, named, no_holder,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -56,7 +58,7 @@ impl<'a> Found<'a> {
         match self {
             Self::Listed(stored) => match &stored.form {
                 Form::Grid(grid) => grid.only_file(&stored.shape),
-                Form::Tiles(_) | Form::Flat(_) => None,
+                Form::Tiles(_) | Form::Flat(_) | Form::Divided(_) => None,
             },
             Self::InWholeFile(file, _) => Some(*file),
         }
@@ -177,23 +179,30 @@ impl Index {
             });
             return self.insert(key, Some(dtype), layout.shape().to_vec(), form);
         }
-        let mut stored = Vec::new();
-        for position in layout.holders() {
-            let tensor = StoredTensor {
-                file: files[position as usize],
-                name: key.to_owned(),
-                shape: layout.local_shape(position),
-            };
-            stored.push((tensor, layout.tiles(position)));
+        let form = Form::Divided(Divided::alone(layout, files));
+        self.insert(key, Some(dtype), layout.shape().to_vec(), form)
+    }
+
+    /// Adds the tensors of a joined array, of which each rank has its part in its file: one file per position.
+    pub fn add_joined(
+        &mut self,
+        dtype: Dtype,
+        joined: &Arc<Joined>,
+        files: &Arc<[u32]>,
+    ) -> Result<()> {
+        if files.len() as u64 != joined.mesh().n_points() || !self.are_files(files) {
+            let message = format!(
+                "{} files were given for a mesh of {} ranks, or a file is unknown",
+                files.len(),
+                joined.mesh().n_points()
+            );
+            return Err(Error::new(Kind::Argument, message).key(joined.name()));
         }
-        self.add_tiles(
-            key,
-            dtype,
-            layout.shape().to_vec(),
-            BTreeMap::new(),
-            stored,
-            true,
-        )
+        for (number, (key, layout)) in (0..).zip(joined.keys()) {
+            let form = Form::Divided(Divided::joined(joined, number, files));
+            self.insert(key.as_str(), Some(dtype), layout.shape().to_vec(), form)?;
+        }
+        Ok(())
     }
 
     /// Adds a tensor that is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major
@@ -334,10 +343,8 @@ impl Index {
             return Err(Error::new(Kind::Argument, "the index has other files").key(key));
         }
         let (dtype, shape) = other.info(name)?;
-        if let Found::Listed(Stored {
-            form: Form::Flat(flat),
-            ..
-        }) = other.found(name)?
+        if let Found::Listed(stored) = other.found(name)?
+            && let Form::Flat(flat) = &stored.form
         {
             return self.insert(key, Some(dtype), shape, Form::Flat(flat.clone()));
         }
@@ -495,6 +502,10 @@ impl Index {
                 .collect(),
             Form::Tiles(tiles) => tiles.tensors.iter().map(|tensor| tensor.file).collect(),
             Form::Flat(flat) => flat.pieces().map(|piece| piece.file).collect(),
+            Form::Divided(divided) => {
+                let places = divided.places()?.into_iter();
+                places.map(|place| divided.file(place)).collect()
+            }
         };
         files.retain(|&file| file != ZEROS);
         files.sort_unstable();
@@ -550,6 +561,10 @@ impl Index {
                 .map(|(cell, region)| Ok((region, grid.files(cell as u64, u64::MAX))))
                 .collect(),
             Form::Tiles(tiles) => Ok(tiles.shards()),
+            Form::Divided(divided) => {
+                let arrays = arrays_of_divided(divided, key)?;
+                Ok(Tiles::new(&stored.shape, None, arrays, self.files.len(), true)?.shards())
+            }
             Form::Flat(flat) => {
                 let region = |piece: Piece<'_>| {
                     let tiles = piece.tiles(&stored.shape);
@@ -575,6 +590,7 @@ impl Index {
             Form::Grid(grid) => Ok(grid.stored_arrays(&stored.key)),
             Form::Tiles(tiles) => tiles.stored_arrays(&stored.key),
             Form::Flat(flat) => Ok(arrays_of_flat(flat, &stored.shape)),
+            Form::Divided(divided) => arrays_of_divided(divided, &stored.key),
         }
     }
 }

@@ -6,8 +6,8 @@ use crate::error::{Error, Kind, Result};
 use crate::files::shard_file::{Format, header_has, verify_header};
 use crate::geometry::dtype::Dtype;
 use crate::geometry::layout::Cuts;
-use crate::geometry::region::Dims;
-use crate::planning::stored::{Form, Holders, Stored, ZEROS, named};
+use crate::geometry::region::{Dims, Region};
+use crate::planning::stored::{Form, Holders, Stored, ZEROS, named, no_holder};
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -26,6 +26,8 @@ impl Index {
                 Form::Grid(grid) => grid.check_coverage(stored),
                 Form::Tiles(tiles) => tiles.check_coverage(stored),
                 Form::Flat(_) => Ok(()), // by construction
+                Form::Divided(divided) if divided.covers(&stored.shape) => Ok(()),
+                Form::Divided(_) => Err(no_holder(&stored.key, &Region::whole(&stored.shape))),
             })
     }
 
@@ -43,7 +45,7 @@ impl Index {
         }
         let mut expected: Vec<Vec<Expected<'_>>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
-        let mut of_lines = HashSet::new();
+        let (mut of_lines, mut joined) = (HashSet::new(), HashSet::new());
         for stored in &self.tensors {
             if let Some(files) = stored.only_cell() {
                 for &file in files.iter().filter(|&&file| is_checked(file)) {
@@ -73,9 +75,18 @@ impl Index {
                 Form::Tiles(tiles) => {
                     let stored_in = |file| file != ZEROS && is_checked(file);
                     for tensor in tiles.tensors.iter().filter(|one| stored_in(one.file)) {
-                        let shape = Cow::Borrowed(&*tensor.shape);
-                        let name = Cow::Borrowed(&*tensor.name);
-                        expected[tensor.file as usize].push((stored, name, shape));
+                        let (name, shape) = (&*tensor.name, &*tensor.shape);
+                        expected[tensor.file as usize].push((stored, name.into(), shape.into()));
+                    }
+                }
+                Form::Divided(divided) => {
+                    let joint = divided.joint().map(Arc::as_ptr);
+                    if joint.is_none_or(|joint| joined.insert((joint, stored.dtype.get()))) {
+                        let arrays = divided.arrays()?.into_iter();
+                        for (file, shape) in arrays.filter(|(file, _)| is_checked(*file)) {
+                            let name = divided.name(&stored.key);
+                            expected[file as usize].push((stored, name.into(), shape.into()));
+                        }
                     }
                 }
                 Form::Flat(flat) => {
@@ -85,8 +96,7 @@ impl Index {
                     }
                     let arrays = flat.lines().arrays();
                     for (file, name, shape) in arrays.filter(|(file, ..)| is_checked(*file)) {
-                        let found = (stored, Cow::Borrowed(name), Cow::Borrowed(shape));
-                        expected[file as usize].push(found);
+                        expected[file as usize].push((stored, name.into(), shape.into()));
                     }
                 }
             }
@@ -206,7 +216,7 @@ impl Index {
                         add(tensor.file, &tensor.shape);
                     }
                 }
-                Form::Flat(_) => return vec![None; self.files.len()],
+                Form::Flat(_) | Form::Divided(_) => return vec![None; self.files.len()],
             }
         }
         described
