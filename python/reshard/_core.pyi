@@ -80,6 +80,7 @@ __all__ = [
     "WrittenRange",
     "__version__",
     "add_quantised",
+    "add_torch_wholes",
     "are_plain",
     "array_kinds",
     "begin_upload",
@@ -110,7 +111,6 @@ __all__ = [
     "read_torch_file",
     "read_torch_object",
     "read_torch_ranks",
-    "read_torch_shards",
     "remote_counts",
     "remove_objects",
     "rename",
@@ -1875,8 +1875,18 @@ def read_torch_ranks(
         UnsupportedError: a placement is not supported.
     """
 
-def read_torch_shards(path: str, file: int) -> tuple[RankTensors, list[tuple[str, object]]]:
-    """The tensors of a file of `torch.save` with this number in an index, and `(path, value)` of everything else."""
+def add_torch_wholes(index: Index, file: int) -> tuple[RankTensors, list[tuple[str, object]]]:
+    """Add the tensors of a file of `torch.save` that are no shards to an index, as `add_whole`.
+
+    The file is decoded once, for its table in the index and for what is returned.
+
+    Args:
+        index: with the file, which was added by `add_torch_file`.
+        file: its number.
+
+    Returns:
+        Its shards, and `(path, value)` of everything that is no tensor.
+    """
 
 def read_torch_contents(paths: Sequence[str], *, follow_links: bool = True) -> list[tuple[list[TorchTensor], object]]:
     """The tensors of each file of `torch.save`, and its object without their content.

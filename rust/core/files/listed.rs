@@ -10,8 +10,8 @@ use crate::error::{Error, Printable, Result};
 use crate::files::header::Entry;
 use crate::files::local_array::{LocalArray, Part};
 use crate::files::source::Source;
-use crate::geometry::dtype::Dtype;
-use crate::geometry::region::{flat_range_boxes, row_major_strides};
+use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::region::{flat_range_boxes, is_row_major, row_major_strides};
 use crate::geometry::tile::Tile;
 use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
 use rayon::prelude::*;
@@ -96,7 +96,7 @@ impl Listed {
         file_bytes: u64,
     ) -> Result<Self> {
         for tensor in &mut tensors {
-            if tensor.strides == row_major_strides(&tensor.shape) {
+            if is_row_major(&tensor.shape, &tensor.strides) {
                 tensor.strides = Vec::new();
             }
             if tensor.end().is_none_or(|end| end > file_bytes) {
@@ -193,6 +193,21 @@ impl Listed {
             .by_name
             .binary_search_by(|i| self.tensors[*i as usize].name.as_str().cmp(name));
         at.ok().map(|at| self.by_name[at] as usize)
+    }
+
+    /// As [`Self::find`]; tensor `near` is tried first.
+    pub(crate) fn find_near(&self, name: &str, near: usize) -> Option<usize> {
+        let is_near = self
+            .tensors
+            .get(near)
+            .is_some_and(|tensor| tensor.name == name);
+        if is_near { Some(near) } else { self.find(name) }
+    }
+
+    /// dtype and shape of tensor `i`.
+    pub(crate) fn kind(&self, i: usize) -> (Dtype, &[u64]) {
+        let tensor = &self.tensors[i];
+        (tensor.dtype, &tensor.shape)
     }
 
     /// The strides of a tensor, unless its elements follow each other in row-major order.
@@ -350,28 +365,21 @@ impl Listed {
 impl ListedTensor {
     /// One past its last byte; `None` if that overflows.
     fn end(&self) -> Option<u64> {
-        let row_major;
-        let strides = if self.strides.is_empty() {
-            row_major = row_major_strides(&self.shape);
-            &row_major
-        } else {
-            &self.strides
-        };
-        if self.shape.len() != strides.len() {
+        let n = if self.strides.is_empty() {
+            n_elements(&self.shape)?
+        } else if self.shape.len() != self.strides.len() {
             return None;
-        }
-        if self.shape.contains(&0) {
-            return Some(self.start);
-        }
-        let dims = self.shape.iter().zip(strides);
-        let last = dims.clone().try_fold(0_u64, |at, (extent, stride)| {
-            at.checked_add((extent - 1).checked_mul(*stride)?)
-        })?;
+        } else if self.shape.contains(&0) {
+            0
+        } else {
+            let mut dims = self.shape.iter().zip(&self.strides);
+            let last = dims.try_fold(0_u64, |at, (extent, stride)| {
+                at.checked_add((extent - 1).checked_mul(*stride)?)
+            })?;
+            last.checked_add(1)?
+        };
         let (per_unit, unit_bytes) = self.dtype.unit();
-        let n_bytes = last
-            .checked_add(1)?
-            .div_ceil(per_unit)
-            .checked_mul(unit_bytes)?;
+        let n_bytes = n.div_ceil(per_unit).checked_mul(unit_bytes)?;
         self.start.checked_add(n_bytes)
     }
 }

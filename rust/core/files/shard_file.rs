@@ -81,7 +81,7 @@ impl Table {
     pub(crate) fn dtype(&self, i: usize) -> Dtype {
         match self {
             Self::Header(header) => header.dtype(i),
-            Self::Listed(_) => self.entry(i).dtype,
+            Self::Listed(listed) => listed.kind(i).0,
         }
     }
 
@@ -89,7 +89,7 @@ impl Table {
     pub(crate) fn has_shape(&self, i: usize, shape: &[u64]) -> bool {
         match self {
             Self::Header(header) => header.has_shape(i, shape),
-            Self::Listed(_) => self.entry(i).shape == shape,
+            Self::Listed(listed) => listed.kind(i).1 == shape,
         }
     }
 
@@ -113,7 +113,7 @@ impl Table {
     pub(crate) fn find_near(&self, name: &str, near: usize) -> Option<usize> {
         match self {
             Self::Header(header) => header.find_near(name, near),
-            Self::Listed(_) => self.find(name),
+            Self::Listed(listed) => listed.find_near(name, near),
         }
     }
 
@@ -172,14 +172,23 @@ impl ShardFile {
         format: &Format,
         checksums: Option<Arc<Checksums>>,
     ) -> Result<Self> {
-        let table = match format {
-            Format::Safetensors => Table::Header(read_header(&source, checksums.as_deref())?),
-            Format::Listed(read) => Table::Listed(
-                read(&source)
-                    .map_err(|error| error.within(source.path().display()).path(source.path()))?,
-            ),
-        };
-        Ok(Self::of(source, table, checksums))
+        match format {
+            Format::Safetensors => {
+                let header = read_header(&source, checksums.as_deref())?;
+                Ok(Self::of(source, Table::Header(header), checksums))
+            }
+            Format::Listed(read) => Ok(Self::read(source, |source| Ok((read(source)?, ())))?.0),
+        }
+    }
+
+    /// Opens a file with what makes its table and something else.
+    pub(crate) fn read<T>(
+        source: Source,
+        read: impl FnOnce(&Source) -> Result<(Listed, T)>,
+    ) -> Result<(Self, T)> {
+        let (table, other) = read(&source)
+            .map_err(|error| error.within(source.path().display()).path(source.path()))?;
+        Ok((Self::of(source, Table::Listed(table), None), other))
     }
 
     fn of(source: Source, table: Table, checksums: Option<Arc<Checksums>>) -> Self {

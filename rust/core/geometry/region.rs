@@ -151,6 +151,18 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
+/// Whether these are the strides of a row-major array.
+pub(crate) fn is_row_major(shape: &[u64], strides: &[u64]) -> bool {
+    let mut expected = 1_u64;
+    let mut dims = shape.iter().zip(strides).rev();
+    shape.len() == strides.len()
+        && dims.all(|(extent, stride)| {
+            let is_right = *stride == expected;
+            expected = expected.wrapping_mul(*extent.max(&1));
+            is_right
+        })
+}
+
 /// The row-major range `start..end` of an array as regions, in order: at most `2 n - 1` for `n` dims.
 pub fn flat_range_boxes(shape: &[u64], start: u64, end: u64) -> Vec<Region> {
     let mut boxes = Vec::new();

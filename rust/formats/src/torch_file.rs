@@ -688,36 +688,60 @@ pub fn format(range: Option<(u64, u64)>, prefix: String) -> Format {
             None => Window::whole(source),
             Some((start, n_bytes)) => Window::new(source, start, n_bytes)?,
         };
-        let file = TorchFile::read(window)?;
-        let mut tensors = Vec::new();
-        for (name, leaf) in file.leaves()? {
-            let name = if prefix.is_empty() {
-                name
-            } else {
-                [&prefix, name.as_str()].concat()
-            };
-            if !name.is_empty() && !matches!(leaf, Leaf::Other(_)) {
-                check_name(&name).map_err(|error| {
-                    error
-                        .within(format_args!("tensor `{}`", Printable(&name)))
-                        .key(&name)
-                })?;
-            }
-            match leaf {
-                Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) => {
-                    tensors.push(tensor.listed(name, &file.storages));
-                }
-                Leaf::Regions(regions) => {
-                    let held = regions.named(&name);
-                    tensors.extend(
-                        held.map(|(name, _, tensor)| tensor.clone().listed(name, &file.storages)),
-                    );
-                }
-                Leaf::Other(_) => {}
-            }
-        }
-        Listed::new(tensors, crc_ranges(&file.storages), source.n_bytes())
+        Ok(described(window, source.n_bytes(), &prefix)?.0)
     }))
+}
+
+/// The table of a file, or of a range of one, the file, and its values that are no whole tensors, by path.
+///
+/// # Errors
+/// As [`TorchFile::read`] and [`TorchFile::leaves`], or a tensor has a name that is refused.
+pub fn described(
+    window: Window<'_>,
+    file_bytes: u64,
+    prefix: &str,
+) -> Result<(Listed, TorchFile, Vec<(String, Leaf)>)> {
+    let file = TorchFile::read(window)?;
+    let (mut tensors, mut others) = (Vec::new(), Vec::new());
+    for (name, leaf) in file.leaves()? {
+        let name = if prefix.is_empty() {
+            name
+        } else {
+            [prefix, name.as_str()].concat()
+        };
+        if !name.is_empty() && !matches!(leaf, Leaf::Other(_)) {
+            check_name(&name).map_err(|error| {
+                error
+                    .within(format_args!("tensor `{}`", Printable(&name)))
+                    .key(&name)
+            })?;
+        }
+        if let Leaf::Tensor(tensor) = leaf {
+            tensors.push(tensor.listed(name, &file.storages));
+            continue;
+        }
+        let stored = leaf.stored(&name).into_iter();
+        tensors.extend(stored.map(|(name, tensor)| tensor.clone().listed(name, &file.storages)));
+        others.push((name, leaf));
+    }
+    let table = Listed::new(tensors, crc_ranges(&file.storages), file_bytes)?;
+    Ok((table, file, others))
+}
+
+impl Leaf {
+    /// The stored tensors of a value, by their names in the table of the file.
+    pub fn stored(&self, name: &str) -> Vec<(String, &Tensor)> {
+        match self {
+            Self::Tensor(tensor) | Self::Sharded(Sharded { local: tensor, .. }) => {
+                vec![(name.to_owned(), tensor)]
+            }
+            Self::Regions(regions) => {
+                let held = regions.named(name);
+                held.map(|(name, _, tensor)| (name, tensor)).collect()
+            }
+            Self::Other(_) => Vec::new(),
+        }
+    }
 }
 
 impl Tensor {
@@ -759,9 +783,9 @@ struct Collector<'a> {
     path: String,
 }
 
-impl Collector<'_> {
+impl<'a> Collector<'a> {
     fn visit(&mut self, id: Id) -> Result<()> {
-        let pickle = &self.file.pickle;
+        let pickle: &'a Pickle = &self.file.pickle;
         let within = |error: Error, path: &str| error.within(format_args!("`{}`", Printable(path)));
         if let Some(sharded) = self
             .file
@@ -791,8 +815,8 @@ impl Collector<'_> {
         if let Some(items) = pickle.items(id) {
             // A key that is set again keeps its place and gets the last value. The number 1 and the text "1" are two
             // keys with one path, which `leaves` refuses.
-            let mut places = HashMap::new();
-            let mut children: Vec<(String, Id)> = Vec::new();
+            let (mut texts, mut others) = (HashMap::new(), HashMap::new());
+            let mut children: Vec<(Cow<'a, str>, Id)> = Vec::new();
             // A dict that is shared is walked for each place.
             self.n_items += items.len();
             self.check_unfolded(self.n_items)?;
@@ -801,9 +825,14 @@ impl Collector<'_> {
                 if name.len() > MAX_PATH_BYTES {
                     return Err(long_key());
                 }
-                let place = *places
-                    .entry((key_kinds(pickle, *key), name.clone()))
-                    .or_insert(children.len());
+                let next = children.len();
+                let place = match &name {
+                    Cow::Borrowed(text) => *texts.entry(*text).or_insert(next),
+                    Cow::Owned(text) => {
+                        let kind = (key_kinds(pickle, *key), text.clone());
+                        *others.entry(kind).or_insert(next)
+                    }
+                };
                 match children.get_mut(place) {
                     Some(child) => child.1 = *value,
                     None => children.push((name, *value)),
@@ -815,7 +844,7 @@ impl Collector<'_> {
             let children = items
                 .iter()
                 .enumerate()
-                .map(|(i, id)| (i.to_string(), *id))
+                .map(|(i, id)| (i.to_string().into(), *id))
                 .collect();
             return self.children(id, children);
         }
@@ -846,7 +875,7 @@ impl Collector<'_> {
         Err(Error::new(Kind::Unsupported, message))
     }
 
-    fn children(&mut self, id: Id, children: Vec<(String, Id)>) -> Result<()> {
+    fn children(&mut self, id: Id, children: Vec<(Cow<'_, str>, Id)>) -> Result<()> {
         if children.is_empty() {
             return self.leaf(Leaf::Other(id));
         }
@@ -877,26 +906,26 @@ impl Collector<'_> {
     }
 }
 
-/// A key of a dict as a part of a path.
-fn key_text(pickle: &Pickle, id: Id) -> Result<String> {
+/// A key of a dict as a part of a path: borrowed if and only if it is text.
+fn key_text(pickle: &Pickle, id: Id) -> Result<Cow<'_, str>> {
     // Keys can share their text: each is copied.
     let is_long = |text: &str| text.len() > MAX_PATH_BYTES;
     Ok(match pickle.get(id) {
         Value::Text(text) if is_long(text) => return Err(long_key()),
         Value::Global(module, name) if is_long(module) || is_long(name) => return Err(long_key()),
         Value::Tuple(items) if items.len() > MAX_KEY_ITEMS => return Err(long_key()),
-        Value::Text(text) => text.to_owned(),
-        Value::Int(int) => int.to_string(),
-        Value::Bool(true) => "True".to_owned(),
-        Value::Bool(false) => "False".to_owned(),
-        Value::None => "None".to_owned(),
-        Value::Global(module, name) => format!("{module}.{name}"),
+        Value::Text(text) => Cow::Borrowed(text),
+        Value::Int(int) => int.to_string().into(),
+        Value::Bool(true) => "True".to_owned().into(),
+        Value::Bool(false) => "False".to_owned().into(),
+        Value::None => "None".to_owned().into(),
+        Value::Global(module, name) => format!("{module}.{name}").into(),
         Value::Tuple(items) => {
             let parts = items.iter().map(|item| match pickle.get(*item) {
                 Value::Tuple(_) => Err(unsupported_key()),
                 _ => key_text(pickle, *item),
             });
-            format!("({})", parts.collect::<Result<Vec<_>>>()?.join(", "))
+            format!("({})", parts.collect::<Result<Vec<_>>>()?.join(", ")).into()
         }
         _ => return Err(unsupported_key()),
     })

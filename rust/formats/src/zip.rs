@@ -26,6 +26,10 @@ pub const CRC_AT: u64 = 16;
 const LOCAL: u32 = 0x0403_4b50;
 const LOCAL_BYTES: u64 = 30;
 const MAX_COMMENT_BYTES: u64 = 0xffff;
+/// Local headers that are read at once, if they lie in so many bytes.
+const AHEAD_BYTES: u64 = 256 << 10;
+/// The bytes between two of them, which are read with them: a page.
+const MAX_GAP_BYTES: u64 = 4 << 10;
 /// A directory of a million members takes about this.
 const MAX_DIRECTORY_BYTES: u64 = 256 << 20;
 
@@ -163,33 +167,44 @@ impl<'a> Window<'a> {
 pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
     let directory = directory(window)?;
     let bytes = window.read(directory.start, directory.n_bytes)?;
-    let mut members = Vec::new();
+    let mut entries = Vec::new();
+    let mut names = HashSet::new();
     let mut rest = &*bytes;
-    let mut used = Vec::new();
     while !rest.is_empty() {
         let crc_at = directory.start + (bytes.len() - rest.len()) as u64 + CRC_AT;
-        let (entry, n) = entry(rest)?;
+        let (entry, n) = entry(rest, crc_at)?;
         rest = &rest[n..];
-        let (member, range) = locate(window, entry, crc_at, directory.start)?;
-        used.push(range);
-        members.push(member);
-        if members.len() as u64 > directory.n_members {
+        if !names.insert(entry.name) {
+            return Err(Error::damaged(format!(
+                "member `{}` occurs twice",
+                Printable(entry.name)
+            )));
+        }
+        entries.push(entry);
+        if entries.len() as u64 > directory.n_members {
             break;
         }
     }
-    let mut names = HashSet::with_capacity(members.len());
-    if let Some(member) = members.iter().find(|one| !names.insert(&*one.name)) {
-        return Err(Error::damaged(format!(
-            "member `{}` occurs twice",
-            Printable(&member.name)
-        )));
-    }
-    if members.len() as u64 != directory.n_members {
+    if entries.len() as u64 != directory.n_members {
         let message = format!(
             "the directory has not the {} members that the end record counts",
             directory.n_members
         );
         return Err(Error::damaged(message));
+    }
+    entries.sort_by_key(|entry| entry.header);
+    let (mut members, mut used) = (Vec::with_capacity(entries.len()), Vec::new());
+    let mut ahead = [Part::default()];
+    for (i, entry) in entries.iter().enumerate() {
+        read_ahead(window, &entries[i..], directory.start, &mut ahead[0])?;
+        let read = if ahead[0].bytes.is_empty() {
+            window
+        } else {
+            window.with(&ahead)
+        };
+        let (member, range) = locate(read, entry, directory.start)?;
+        used.push(range);
+        members.push(member);
     }
     used.sort_unstable();
     if used.windows(2).any(|pair| pair[0].1 > pair[1].0) {
@@ -197,6 +212,41 @@ pub fn members(window: Window<'_>) -> Result<Vec<Member>> {
     }
     members.sort_by_key(|member| member.start);
     Ok(members)
+}
+
+/// Reads the local header of the first of these members, which are sorted by it, and those that follow close to each
+/// other, unless it was read with those before it. Of a window with parts nothing is read: they are what was read ahead.
+fn read_ahead(
+    window: Window<'_>,
+    entries: &[Entry<'_>],
+    directory: u64,
+    part: &mut Part,
+) -> Result<()> {
+    let [first, others @ ..] = entries else {
+        return Ok(());
+    };
+    let start = first.header;
+    let n_first = first.header_end().saturating_sub(start);
+    if window.parts.iter().any(|part| !part.bytes.is_empty())
+        || part.range(window.start() + start, n_first).is_some()
+    {
+        return Ok(());
+    }
+    let mut end = first.header_end();
+    for next in others {
+        let next_end = next.header_end();
+        if next.header > end.saturating_add(MAX_GAP_BYTES) || next_end - start > AHEAD_BYTES {
+            break;
+        }
+        end = end.max(next_end);
+    }
+    // One that lies elsewhere is refused when it is looked at.
+    let end = end.min(directory);
+    if start < end {
+        part.bytes = window.read(start, end - start)?.into_owned();
+        part.start = window.start() + start;
+    }
+    Ok(())
 }
 
 struct Directory {
@@ -295,15 +345,25 @@ fn directory(window: Window<'_>) -> Result<Directory> {
     Ok(directory)
 }
 
-struct Entry {
-    name: String,
+struct Entry<'a> {
+    name: &'a str,
     header: u64,
     n_bytes: u64,
     crc: u32,
+    /// Where the directory has its CRC.
+    crc_at: u64,
+}
+
+impl Entry<'_> {
+    /// The end of its local header up to its name.
+    fn header_end(&self) -> u64 {
+        self.header
+            .saturating_add(LOCAL_BYTES + self.name.len() as u64)
+    }
 }
 
 /// The first entry of a directory, and its length there.
-fn entry(bytes: &[u8]) -> Result<(Entry, usize)> {
+fn entry(bytes: &[u8], crc_at: u64) -> Result<(Entry<'_>, usize)> {
     if bytes.len() < ENTRY_BYTES || u32_at(bytes, 0) != ENTRY {
         return Err(Error::damaged("the directory of the archive is damaged"));
     }
@@ -341,10 +401,11 @@ fn entry(bytes: &[u8]) -> Result<(Entry, usize)> {
     }
     Ok((
         Entry {
-            name: name.to_owned(),
+            name,
             header,
             n_bytes,
             crc: u32_at(bytes, CRC_AT as usize),
+            crc_at,
         },
         n,
     ))
@@ -381,13 +442,8 @@ impl<'a> Extra64<'a> {
 }
 
 /// Where a member lies: its bytes, and the range with its local header.
-fn locate(
-    window: Window<'_>,
-    entry: Entry,
-    crc_at: u64,
-    directory: u64,
-) -> Result<(Member, (u64, u64))> {
-    let bad = |what: &str| Error::damaged(format!("member `{}` {what}", Printable(&entry.name)));
+fn locate(window: Window<'_>, entry: &Entry<'_>, directory: u64) -> Result<(Member, (u64, u64))> {
+    let bad = |what: &str| Error::damaged(format!("member `{}` {what}", Printable(entry.name)));
     if entry
         .header
         .checked_add(LOCAL_BYTES)
@@ -416,11 +472,11 @@ fn locate(
     Ok((
         Member {
             start: window.start() + start,
-            name: entry.name,
+            name: entry.name.to_owned(),
             n_bytes: entry.n_bytes,
             crc: entry.crc,
             header: window.start() + entry.header,
-            crc_at: window.start() + crc_at,
+            crc_at: window.start() + entry.crc_at,
         },
         range,
     ))
@@ -436,4 +492,86 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use reshard_core::source::Ranges;
+    use std::path::PathBuf;
+    use std::sync::{Arc, Mutex};
+
+    /// Bytes, and the ranges of them that were read.
+    #[derive(Debug)]
+    struct Counted(Vec<u8>, Arc<Mutex<Vec<(u64, usize)>>>);
+
+    impl Ranges for Counted {
+        fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
+            let mut reads = self.1.lock().map_err(|_| Error::damaged("a failure"))?;
+            reads.push((start, to.len()));
+            to.copy_from_slice(&self.0[start as usize..][..to.len()]);
+            Ok(())
+        }
+    }
+
+    /// An archive of members `a`, `b`, ... of these sizes, and where each begins.
+    fn archive(sizes: &[usize]) -> (Vec<u8>, Vec<u64>) {
+        let (mut bytes, mut directory, mut starts) = (Vec::new(), Vec::new(), Vec::new());
+        for (name, &size) in (b'a'..).zip(sizes) {
+            let header = bytes.len() as u32;
+            bytes.extend(LOCAL.to_le_bytes());
+            bytes.extend([0; 22]);
+            bytes.extend([1, 0, 0, 0, name]);
+            starts.push(bytes.len() as u64);
+            bytes.resize(bytes.len() + size, 0);
+            directory.extend(ENTRY.to_le_bytes());
+            directory.extend([0; 16]);
+            directory.extend((size as u32).to_le_bytes());
+            directory.extend((size as u32).to_le_bytes());
+            directory.extend([1, 0]);
+            directory.extend([0; 12]);
+            directory.extend(header.to_le_bytes());
+            directory.push(name);
+        }
+        let end = [bytes.len() as u32, directory.len() as u32];
+        bytes.extend(&directory);
+        bytes.extend(END);
+        bytes.extend([0; 4]);
+        bytes.extend([sizes.len() as u8, 0, sizes.len() as u8, 0]);
+        bytes.extend(end[1].to_le_bytes());
+        bytes.extend(end[0].to_le_bytes());
+        bytes.extend([0; 2]);
+        (bytes, starts)
+    }
+
+    #[test]
+    fn headers_that_lie_close_together_are_read_at_once() {
+        let page = MAX_GAP_BYTES as usize;
+        let (bytes, starts) = archive(&[10, page, page + 1, 0, 100_000, 7]);
+        let reads = Arc::new(Mutex::new(Vec::new()));
+        let counted = Counted(bytes, Arc::clone(&reads));
+        let n_bytes = counted.0.len() as u64;
+        let source = Source::of_ranges(PathBuf::from("some"), n_bytes, Box::new(counted));
+        let found = members(Window::whole(&source)).unwrap();
+        let found: Vec<_> = found
+            .iter()
+            .map(|one| (one.name.as_str(), one.start))
+            .collect();
+        let names = ["a", "b", "c", "d", "e", "f"];
+        assert_eq!(
+            found,
+            names
+                .into_iter()
+                .zip(starts.iter().copied())
+                .collect::<Vec<_>>()
+        );
+        let header = LOCAL_BYTES + 1;
+        let of_headers = [
+            (0, (starts[2]) as usize),
+            (starts[3] - header, (2 * header) as usize),
+            (starts[5] - header, header as usize),
+        ];
+        let reads = reads.lock().unwrap();
+        assert_eq!(reads[reads.len() - 3..], of_headers, "{reads:?}");
+    }
 }

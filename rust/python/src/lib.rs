@@ -57,8 +57,8 @@ mod _core {
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{
-            Opaque, decode_torch_object, open_dcp, open_dcp_ranks, read_dcp_paths,
-            read_torch_contents, read_torch_file, read_torch_object, read_torch_shards,
+            Opaque, add_torch_wholes, decode_torch_object, open_dcp, open_dcp_ranks,
+            read_dcp_paths, read_torch_contents, read_torch_file, read_torch_object,
         },
         verify::{ValueCounts, changes, crc32c, differing, scrub},
         write::{

@@ -20,9 +20,9 @@ use reshard_formats::objects::{Elements, Object, Objects, read_file, read_range,
 use reshard_formats::pickle::{Id, Record};
 use reshard_formats::rank_tensors::{RankFile, ReadFile};
 use reshard_formats::torch_file::equal::{Decoded, Known, Read};
-use reshard_formats::torch_file::{Leaf, Tensor, TorchFile};
+use reshard_formats::torch_file::{Leaf, Tensor, TorchFile, described};
 use reshard_formats::zip::Window;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// Nesting of values.
@@ -300,31 +300,51 @@ fn no_whole(path: &Path, name: &str, kind: &str) -> Error {
         .key(name)
 }
 
-/// The tensors of a file of `torch.save` with this number in an index, and its other values, by path.
+/// Adds the tensors of a file of `torch.save` that are no shards to an index. Returns its shards and its other values.
 #[pyfunction]
-pub(crate) fn read_torch_shards(
-    py: Python<'_>,
-    path: PathBuf,
+pub(crate) fn add_torch_wholes<'py>(
+    py: Python<'py>,
+    index: &mut Index,
     file: u32,
-) -> PyResult<(RankTensors, Vec<(String, Bound<'_, PyAny>)>)> {
-    let read = py.detach(|| {
-        let (decoded, leaves) = read_file(&path, true)?;
+) -> PyResult<(RankTensors, Vec<(String, Bound<'py, PyAny>)>)> {
+    let index = index.core_mut();
+    let read = |source: &Source| {
+        let (table, decoded, leaves) = described(Window::whole(source), source.n_bytes(), "")?;
+        Ok((table, (decoded, leaves)))
+    };
+    let add = || {
+        let (decoded, leaves) = index.open_with(file, read)?;
+        let stored = leaves.iter().flat_map(|(name, leaf)| leaf.stored(name));
+        let parts: HashSet<String> = stored.map(|(name, _)| name).collect();
+        if parts.is_empty() {
+            index.add_whole_file(file)?;
+        } else {
+            let opened = index.open(file)?;
+            let names = (0..opened.table().len()).map(|i| opened.table().entry(i).name);
+            for name in names.filter(|name| !parts.contains(*name)) {
+                index.add_whole(name, file)?;
+            }
+        }
         let others = leaves.iter().filter_map(|(name, leaf)| match leaf {
             Leaf::Other(id) => Some((name.clone(), *id)),
             _ => None,
         });
         let others: (Vec<String>, Vec<Id>) = others.unzip();
-        let rank = 0;
-        let file = RankFile { path, file, rank };
-        let tensors = ReadFile::of(&file, &decoded, leaves, "", None)?;
-        let mut read = reshard_formats::rank_tensors::RankTensors::default();
-        read.push(file, "", tensors)?;
-        Ok((decoded, read, others))
-    });
-    let (decoded, tensors, (names, ids)) = raise(py, read)?;
+        let path = index.file_path(file)?.to_owned();
+        let of_file = RankFile {
+            path,
+            file,
+            rank: 0,
+        };
+        let tensors = ReadFile::of(&of_file, &decoded, leaves, "", None)?;
+        let mut shards = reshard_formats::rank_tensors::RankTensors::default();
+        shards.push(of_file, "", tensors)?;
+        Ok((decoded, shards, others))
+    };
+    let (decoded, shards, (names, ids)) = raise(py, py.detach(add))?;
     let objects = converted(py, Objects::new(decoded.pickle()), ids.into_iter())?;
     Ok((
-        RankTensors(tensors),
+        RankTensors(shards),
         names.into_iter().zip(objects).collect(),
     ))
 }

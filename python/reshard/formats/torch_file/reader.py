@@ -87,12 +87,11 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     """
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
-    tensors, objects = _core.read_torch_shards(str(file), number)
-    held = tensors.tensors()
-    mesh_shards.refuse_flat(held, is_alone=True)
+    tensors, objects = _core.add_torch_wholes(index, number)
+    shards = {one.key: one.kind for one in tensors.tensors()}
+    if any(map(mesh_shards.is_flat, (*index.keys(), *shards))):
+        mesh_shards.refuse_flat(_core.read_torch_ranks([(str(file), number, 0)]).tensors(), is_alone=True)
     _warn_of_unread(path, objects)
-    index.add_wholes([(one.key, number) for one in held if one.kind is _core.TensorKind.TENSOR])
-    shards = {one.key: one.kind for one in held if one.kind is not _core.TensorKind.TENSOR}
     try:
         mesh_shards.add_tensors(index, [(tensors, shards)], _OF_RANK_HINT)
     except CoverageError as error:

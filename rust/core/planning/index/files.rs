@@ -3,6 +3,7 @@
 use super::Index;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::Checksums;
+use crate::files::listed::Listed;
 use crate::files::shard_file::{Format, ReadHeader, ShardFile, data_bytes};
 use crate::files::source::{LocalPath, Method, Source, Stamp, closed};
 use std::fmt;
@@ -80,6 +81,14 @@ impl FileSlot {
             self.stamp.get_or_init(|| stamp);
         }
         data_bytes(&source)
+    }
+
+    /// Keeps a file that was opened.
+    fn keep(&self, opened: &mut Option<Arc<ShardFile>>, file: ShardFile) -> Arc<ShardFile> {
+        if let Some(stamp) = file.source().stamp() {
+            self.stamp.get_or_init(|| stamp);
+        }
+        Arc::clone(opened.insert(Arc::new(file)))
     }
 
     /// The same file, not open.
@@ -296,12 +305,27 @@ impl Index {
             Some(ahead) => ahead.open(checksums)?,
             None => ShardFile::open((slot.open)()?, &slot.format, checksums)?,
         };
-        if let Some(stamp) = shard_file.source().stamp() {
-            slot.stamp.get_or_init(|| stamp);
+        Ok(slot.keep(&mut opened, shard_file))
+    }
+
+    /// Opens a file that is no safetensors file with what makes its table and something else, which is returned. The
+    /// format of the file would make the same table.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with<T>(
+        &self,
+        file: u32,
+        read: impl FnOnce(&Source) -> Result<(Listed, T)>,
+    ) -> Result<T> {
+        let slot = self.slot(file)?;
+        let mut opened = lock(&slot.opened);
+        if self.is_closed.load(Ordering::Relaxed) {
+            return Err(closed());
         }
-        let shard_file = Arc::new(shard_file);
-        *opened = Some(Arc::clone(&shard_file));
-        Ok(shard_file)
+        let (shard_file, other) = ShardFile::read((slot.open)()?, read)?;
+        slot.keep(&mut opened, shard_file);
+        Ok(other)
     }
 
     /// The first file without checksums that is not what it was when it was first opened; `None` if there is none.
