@@ -1119,7 +1119,7 @@ class Index:
         """
 
     def metadata_layout(self, key: str) -> DeviceLayout | None:
-        """Return the recorded device layout; None if it is null or not recorded."""
+        """Return the recorded device layout, one object for all tensors of it; None if it is null or not recorded."""
 
     def metadata_dtype(self, key: str) -> str | None:
         """Return the dtype in the spelling of metadata.json; None if it is not recorded."""

@@ -30,7 +30,7 @@ use reshard_formats::{ckpt, gguf, torch_file};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 
@@ -39,6 +39,8 @@ pub(crate) struct Index {
     index: reshard_core::index::Index,
     /// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
     metadata: Option<Metadata>,
+    /// The records of its layouts, each made when it is first asked for.
+    layouts: Vec<OnceLock<Py<PyTuple>>>,
 }
 
 impl Drop for Index {
@@ -101,6 +103,7 @@ impl Index {
         Self {
             index,
             metadata: None,
+            layouts: Vec::new(),
         }
     }
 
@@ -115,8 +118,10 @@ impl Index {
             // The index has its own copy of the table. Only layouts and dtypes are used later.
             tensor.cells = CellTable::default();
         }
+        let layouts = metadata.layouts.iter().map(|_| OnceLock::new());
         Self {
             index,
+            layouts: layouts.collect(),
             metadata: Some(metadata),
         }
     }
@@ -138,10 +143,7 @@ impl Index {
 impl Index {
     #[new]
     fn new() -> Self {
-        Self {
-            index: reshard_core::index::Index::new(),
-            metadata: None,
-        }
+        Self::of(reshard_core::index::Index::new())
     }
 
     #[staticmethod]
@@ -533,6 +535,10 @@ impl Index {
         let Some(number) = tensor.layout else {
             return Ok(None);
         };
+        let made = &self.layouts[number as usize];
+        if let Some(made) = made.get() {
+            return Ok(Some(made.bind(py).clone()));
+        }
         let layout = &metadata.layouts[number as usize];
         let values = (
             layout.device_matrix.clone(),
@@ -540,7 +546,8 @@ impl Index {
             layout.alias_name.clone(),
             layout.rank_list.clone(),
         );
-        DEVICE_LAYOUT.of(py, values).map(Some)
+        let record = DEVICE_LAYOUT.of(py, values)?;
+        Ok(Some(made.get_or_init(|| record.unbind()).bind(py).clone()))
     }
 
     fn metadata_dtype(&self, key: &str) -> Option<&str> {

@@ -143,6 +143,12 @@ def sample() -> bytes:
     return (SAMPLES / "ckpt2_named/checkpoint/iteration_00000007/metadata.json").read_bytes()
 
 
+def test_tensors_of_one_layout_share_its_record() -> None:
+    for index in both(sample()):
+        layouts = [index.metadata_layout(key) for key in index.keys()]  # noqa: SIM118  not a mapping
+        assert len(layouts) > len(set(map(id, layouts))) == len(set(map(repr, layouts)))
+
+
 def test_a_truncated_or_extended_table_is_refused() -> None:
     table = table_of(sample(), "d")
     for damaged in [table[:n] for n in range(len(table))] + [table + b"\0"]:

@@ -38,10 +38,11 @@ def tables(path: Path) -> tuple[Any, Any]:
     number = plain.add_torch_file(str(path))
     for name, *_ in one_by_one.tensors:
         plain.add_whole(name, number)
-    return tuple(
+    first, second = (
         ([(key, *of.info(key), of.stored(key)) for key in of.keys()], *map(repr, rest))  # noqa: SIM118  not a mapping
         for of, (_, *rest) in ((index, at_once), (plain, one_by_one))
     )
+    return first, second
 
 
 def message_of(read: Callable[[], object]) -> str:
