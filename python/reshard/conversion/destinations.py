@@ -599,7 +599,7 @@ def _publish_shares(
                     own = _write_bucket_share(job, bucket, ordered, sizes, parts[shared.share.index])
                 shares.record(own)
             report = Written(job.target, own.n_files, own.n_bytes, shares.missing())
-            if shared.share.index in report.pending:
+            if report.pending and not shared.is_sent:  # or another process has published, and removed the records
                 bucket.check_claim()
             if report.pending or shared.is_sent:
                 return report
@@ -616,6 +616,7 @@ def _publish_shares(
         except (DestinationExistsError, StorageError) as error:
             is_gone = isinstance(error, DestinationExistsError) or error.errno == errno.ESTALE
             if is_gone and not shared.is_sent and bucket.has_ended() and shares.is_published(all_names):
+                shares.remove(is_published=True)
                 return replace(report, pending=[])  # by another share, or by the same one in another process
             raise
 

@@ -656,7 +656,7 @@ impl TorchFile {
     ///
     /// # Errors
     /// Containers are nested too deep or repeat without end, or two values have one path.
-    pub fn leaves(&self) -> Result<Vec<(String, Leaf)>> {
+    pub fn leaves(&self) -> Result<Leaves> {
         let mut collector = Collector {
             file: self,
             leaves: Vec::new(),
@@ -692,7 +692,10 @@ pub fn format(range: Option<(u64, u64)>, prefix: String) -> Format {
     }))
 }
 
-/// The table of a file, or of a range of one, the file, and its values that are no whole tensors, by path.
+/// Values of a file by path.
+pub type Leaves = Vec<(String, Leaf)>;
+
+/// The table of a file, or of a range of one, the file, and its values that are no whole tensors.
 ///
 /// # Errors
 /// As [`TorchFile::read`] and [`TorchFile::leaves`], or a tensor has a name that is refused.
@@ -700,7 +703,7 @@ pub fn described(
     window: Window<'_>,
     file_bytes: u64,
     prefix: &str,
-) -> Result<(Listed, TorchFile, Vec<(String, Leaf)>)> {
+) -> Result<(Listed, TorchFile, Leaves)> {
     let file = TorchFile::read(window)?;
     let (mut tensors, mut others) = (Vec::new(), Vec::new());
     for (name, leaf) in file.leaves()? {
@@ -775,7 +778,7 @@ pub fn crc_ranges(storages: &[Storage]) -> Vec<CrcRange> {
 /// Collects the values of a file by path.
 struct Collector<'a> {
     file: &'a TorchFile,
-    leaves: Vec<(String, Leaf)>,
+    leaves: Leaves,
     /// Items of the dicts that were walked.
     n_items: usize,
     /// The containers around the value.

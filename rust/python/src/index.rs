@@ -37,15 +37,19 @@ type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 #[pyclass(module = "reshard._core")]
 pub(crate) struct Index {
     index: reshard_core::index::Index,
-    /// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
-    metadata: Option<Metadata>,
+    described: Option<Described>,
+}
+
+/// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
+struct Described {
+    metadata: Metadata,
     /// The records of its layouts, each made when it is first asked for.
     layouts: Vec<OnceLock<Py<PyTuple>>>,
 }
 
 impl Drop for Index {
     fn drop(&mut self) {
-        if let Some(metadata) = self.metadata.take() {
+        if let Some(Described { metadata, .. }) = self.described.take() {
             drop_large(metadata.tensors.len(), metadata);
         }
     }
@@ -102,8 +106,7 @@ impl Index {
     pub(crate) fn of(index: reshard_core::index::Index) -> Self {
         Self {
             index,
-            metadata: None,
-            layouts: Vec::new(),
+            described: None,
         }
     }
 
@@ -121,16 +124,18 @@ impl Index {
         let layouts = metadata.layouts.iter().map(|_| OnceLock::new());
         Self {
             index,
-            layouts: layouts.collect(),
-            metadata: Some(metadata),
+            described: Some(Described {
+                layouts: layouts.collect(),
+                metadata,
+            }),
         }
     }
 
-    /// The metadata, and a tensor in it.
-    fn in_metadata(&self, key: &str) -> Option<(&Metadata, &MetadataTensor)> {
-        let metadata = self.metadata.as_ref()?;
-        let tensor = metadata.tensors.get(self.index.number(key)?)?;
-        Some((metadata, tensor))
+    /// The description, and a tensor in it.
+    fn in_metadata(&self, key: &str) -> Option<(&Described, &MetadataTensor)> {
+        let described = self.described.as_ref()?;
+        let tensor = described.metadata.tensors.get(self.index.number(key)?)?;
+        Some((described, tensor))
     }
 
     /// Opens a file with the interpreter released: parsing a `.ckpt` reads all over the file.
@@ -529,17 +534,17 @@ impl Index {
         py: Python<'py>,
         key: &str,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some((metadata, tensor)) = self.in_metadata(key) else {
+        let Some((described, tensor)) = self.in_metadata(key) else {
             return Ok(None);
         };
         let Some(number) = tensor.layout else {
             return Ok(None);
         };
-        let made = &self.layouts[number as usize];
+        let made = &described.layouts[number as usize];
         if let Some(made) = made.get() {
             return Ok(Some(made.bind(py).clone()));
         }
-        let layout = &metadata.layouts[number as usize];
+        let layout = &described.metadata.layouts[number as usize];
         let values = (
             layout.device_matrix.clone(),
             layout.tensor_map.clone(),
