@@ -96,6 +96,7 @@ __all__ = [
     "end_upload",
     "folder_sizes",
     "lifecycle_rules",
+    "limit_requests",
     "number_groups",
     "object_names",
     "object_status",
@@ -922,7 +923,7 @@ class Index:
         follow_links: bool = True,
         method: ReadMethod = "auto",
         within: tuple[int, int] | None = None,
-        prefix: str = "",
+        prefix: str = ...,
     ) -> int:
         """A file of `torch.save`, whose tensors are named by their paths.
 
