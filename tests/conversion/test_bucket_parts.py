@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -19,8 +20,8 @@ from tests.servers.proxy import Proxy, before_server
 from tests.servers.s3 import BUCKET
 
 import reshard
-from reshard.conversion import buckets
-from reshard.conversion.bucket_shares import SentParts, cut_files
+from reshard.conversion import buckets, destinations
+from reshard.conversion.bucket_shares import BucketShares, SentParts, cut_files
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError, ReshardError, StorageError
 from reshard.ranks.places import ShareRun
 from reshard.storage import remote
@@ -485,3 +486,150 @@ def test_parts_that_are_not_those_of_the_file_are_refused(folder: Location, sour
     with pytest.raises(DamagedFileError, match="disagree on"):
         reshard.convert(source, str(target), share=(1, 2))
     assert target.kind() is None
+
+
+def record_of(target: Location, kind: str) -> Location:
+    """The record of share 0."""
+    home = buckets.home_of(target) if kind != "folder" else target
+    (record,) = (home / name for name, _ in store_of(home).below(home.path) if name.endswith("share-0.json"))
+    return record
+
+
+@pytest.mark.parametrize("odd", [[-1, 5, 5], [1 << 70, 5, 5], [0, 5, 1 << 40], [0, -5, 3], [0, 1 << 64, 3]])
+def test_a_record_with_sums_that_no_part_has_is_written_again(folder: Location, source: Path, odd: list[int]) -> None:
+    target = target_of(folder, "pt")
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+    record = record_of(target, "pt")
+    found = json.loads(record.read_small(100_000))
+    (one,) = found["parts"].values()
+    one[-1][0] = odd
+    record.replace(json.dumps(found))
+    with pytest.raises(DamagedFileError, match="does not have the files of its record"):
+        reshard.convert(source, str(target), share=(1, 2))
+    assert target.kind() is None
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == ()
+
+
+@pytest.mark.parametrize("share", [7, -1, True, "1", 1 << 80])
+def test_a_share_that_is_none_does_not_publish(folder: Location, source: Path, share: object) -> None:
+    target = target_of(folder, "file")
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+    (record_of(target, "file").parent / "publishes.json").replace(json.dumps({"share": share}))
+    assert reshard.convert(source, str(target), share=(1, 2)).pending == ()
+
+
+def changed_claim(target: Location, key: str, values: dict[str, Any]) -> None:
+    """Change what the object beside the claim of a folder says."""
+    (name,) = (name for name in left_of_claims(target, "folder") if name.endswith("-prepared.staging"))
+    found = json.loads((target / name).read_small(100_000))
+    found[key] |= values
+    (target / name).replace(json.dumps(found))
+
+
+def test_a_claim_with_odd_etags_is_taken_for_one_without(folder: Location, source: Path) -> None:
+    target, how = target_of(folder, "folder"), DESTINATIONS["folder"]
+    assert reshard.convert(source, str(target), share=(0, 2), **how).pending == (1,)
+    changed_claim(target, "written", {"config.json": 5, "x": None, "y": ["a"]})
+    assert reshard.convert(source, str(target), share=(1, 2), **how).pending == ()
+    assert is_whole(target)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "../x", "/x", "", "a\0", "a//b"])
+def test_a_claim_with_odd_uploads_is_replaced(folder: Location, source: Path, name: str) -> None:
+    target, how = target_of(folder, "folder"), DESTINATIONS["folder"]
+    assert reshard.convert(source, str(target), share=(0, 2), **how).pending == (1,)
+    changed_claim(target, "uploads", {name: ["a", None], "b": [name, None]})
+    reshard.convert(source, str(target), overwrite=True, **how)
+    assert is_whole(target)
+    assert (uploads_of(target), left_of_claims(target, "folder")) == ([], [])
+
+
+def test_a_source_that_is_stale_is_no_lost_upload(
+    folder: Location, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(folder, "file")
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+
+    def stale(*_: object, **__: object) -> None:
+        raise StorageError("reading: Stale file handle", path=str(source / "model.safetensors"), errno=errno.ESTALE)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(destinations, "streamed", stale)
+        with pytest.raises(StorageError, match="Stale") as caught:
+            reshard.convert(source, str(target), share=(1, 2))
+        assert caught.value.hint is None
+    assert reshard.convert(source, str(target), share=(1, 2)).pending == ()
+
+
+def test_a_service_that_does_not_answer_hides_no_lost_upload(
+    folder: Location, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(folder, "file")
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+
+    def down(_: object) -> None:
+        raise StorageError("no answer", path=str(target))
+
+    def lost(*_: object, **__: object) -> None:
+        monkeypatch.setattr(buckets.BucketFolder, "has_ended", down)
+        raise StorageError("the unfinished upload was removed", path=str(target), errno=errno.ESTALE)
+
+    monkeypatch.setattr(destinations, "streamed", lost)
+    with pytest.raises(StorageError, match="the unfinished upload was removed"):
+        reshard.convert(source, str(target), share=(1, 2))
+
+
+def test_a_share_whose_records_are_removed_while_it_reads_them_is_done(
+    folder: Location, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, read_all = target_of(folder, "file"), BucketShares.all
+    assert reshard.convert(source, str(target), share=(0, 2)).pending == (1,)
+
+    def overtaken(self: BucketShares, names: Any) -> Any:
+        monkeypatch.setattr(BucketShares, "all", read_all)
+        assert reshard.convert(source, str(target), share=(1, 2)).pending == ()
+        return read_all(self, names)
+
+    monkeypatch.setattr(BucketShares, "all", overtaken)
+    assert reshard.convert(source, str(target), share=(1, 2)).pending == ()
+    assert claims_of(target, "file") == []
+
+
+def test_a_conversion_that_is_suspended_while_it_lists_uploads_changes_nothing_of_the_next_one(
+    folder: Location, proxy: Proxy, source: Path
+) -> None:
+    target, how = target_of(folder, "folder"), DESTINATIONS["folder"]
+    assert reshard.convert(source, str(target), share=(0, 2), **how).pending == (1,)
+
+    def take_over(method: str, path: str) -> None:
+        if method == "GET" and re.search("[?&]uploads", path):
+            proxy.before = None
+            reshard.convert(source, str(target), overwrite=True, **how)
+            assert is_whole(target)
+            proxy.log.clear()
+
+    proxy.before = take_over
+    with pytest.raises(DestinationExistsError, match="has taken it over"):
+        reshard.convert(source, str(target), overwrite=True, **how)
+    assert proxy.before is None
+    assert {method for method, *_ in proxy.log} <= {"GET", "HEAD"}
+    assert is_whole(target)
+
+
+def test_an_index_replaces_none_of_a_conversion_that_took_over(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, proxy = bucket
+    source, target = made(tmp_path / "m", (3_000_000, 2_000_000, 1_000_000)), target_of(folder, "folder")
+    after: dict[str, bytes] = {}
+
+    def take_over(method: str, path: str) -> None:
+        if method == "PUT" and unquote(path).partition("?")[0].endswith("index.json"):
+            proxy.before = None
+            reshard.convert(source, str(target), max_shard_size=4_000_000, overwrite=True, to="huggingface")
+            after.update(content(target))
+
+    proxy.before = take_over
+    with pytest.raises(DestinationExistsError, match="has taken it over"):
+        reshard.convert(source, str(target), max_shard_size=2_500_000, to="huggingface")
+    assert after
+    assert content(target) == after
+    assert is_whole(target)

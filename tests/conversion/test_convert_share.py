@@ -17,6 +17,7 @@ from tests.helpers.ranks import Job
 from tests.servers.doubles import running
 
 import reshard
+from reshard.conversion import destinations
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
 from reshard.ranks.group import TorchGroup
 from reshard.storage.changes import try_lock
@@ -160,6 +161,26 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (FOLDER, {"files": {"max_shard_size": 4096, "model_files": "hf"}}),
     (PADDED | {"config": {"vocab_size": 5}}, {"config": {"vocab_size": 6}}),
 ]
+
+
+def test_a_share_that_finds_the_destination_filled_removes_no_record_of_the_others(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst, how = tmp_path / "dst", TARGETS[2]
+    assert reshard.convert(source, dst, share=(0, 2), **how).pending == (1,)
+
+    def meanwhile(*_: object) -> None:
+        dst.mkdir()
+        (dst / "notes").write_text("of a user")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(destinations, "warn_of_others", meanwhile)
+        with pytest.raises(DestinationExistsError, match="was made while share 1 of 2 began"):
+            reshard.convert(source, dst, share=(1, 2), **how)
+    (dst / "notes").unlink()
+    dst.rmdir()
+    assert reshard.convert(source, dst, share=(1, 2), **how).pending == ()
+    assert debris(tmp_path) == []
 
 
 @pytest.mark.parametrize(("base", "change"), CHANGES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -230,3 +231,37 @@ def test_the_next_claim_removes_what_a_killed_leader_has_left(folder: Location, 
     assert uploads_of(folder) == []
     assert len({name.partition("/")[0] for name in below(folder) if name.startswith("iteration")}) == 1
     assert reshard.verify(str(folder)).ok
+
+
+def test_a_service_that_does_not_answer_is_not_asked_to_end_each_upload(
+    folder: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, ended = made(tmp_path / "w.safetensors", [70_000_000, 5]), []
+
+    def down(_: RemoteStore, path: str, *, wait_s: float) -> None:
+        raise StorageError(f"no answer in {wait_s} s", path=path)
+
+    class Fails(InProcess):
+        def run(self, work: Any, n_shares: int, done: Any) -> list[Any]:
+            del work, n_shares, done
+            monkeypatch.setattr(RemoteStore, "ask", down)
+            monkeypatch.setattr(RemoteStore, "end_upload", lambda _, path, upload: ended.append((path, upload)))
+            raise StorageError("a worker died")
+
+    with pytest.raises(StorageError, match="a worker died"):
+        reshard.convert(source, str(folder), to="checkpoint2", on=Fails(random.Random(SEED)))
+    assert ended == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_option_that_one_rank_cannot_read_is_an_error_of_all(folder: Location, tmp_path: Path, rank: int) -> None:
+    source, layout = made(tmp_path / "w.safetensors", [6]), tmp_path / "layout.json"
+    layout.write_text(json.dumps(LAYOUT))
+
+    def work(group: Group) -> ConvertReport:
+        file = tmp_path / "missing.json" if group.rank == rank else layout
+        return reshard.convert(source, str(folder), to="checkpoint2", layout=str(file), group=group, timeout=60)
+
+    for error in in_threads(2, work):
+        assert isinstance(error, CheckpointNotFoundError)
+        assert "missing.json" in str(error)

@@ -205,7 +205,8 @@ class BucketShares:
             place.create(json.dumps({"share": self.share.index}).encode())
         except FileExistsError:
             found = self._json(_PUBLISHES)
-            return found["share"] if isinstance(found.get("share"), int) else self.share.index
+            index = found.get("share")
+            return index if type(index) is int and 0 <= index < self.share.count else self.share.index
         return self.share.index
 
     def withdraw(self) -> None:
@@ -232,6 +233,17 @@ class BucketShares:
             return False
         return record.files.keys() >= set(names)
 
+    def is_published_by_others(self, names: Collection[str]) -> bool:
+        """Whether the claim is gone, and the conversion was published. Never raises: False, if it is not known.
+
+        Args:
+            names: as of `is_published`.
+        """
+        try:
+            return self.bucket.has_ended() and self.is_published(names)
+        except ReshardError:
+            return False
+
     def lost(self) -> str:
         """The name of the claim of which an upload was lost; empty: none was. Raises StorageError."""
         return str(self._json(_LOST).get("claim", ""))
@@ -242,9 +254,14 @@ class BucketShares:
         try:
             yield
         except StorageError as error:
-            if error.errno == errno.ESTALE and not self.bucket.has_ended():
-                (self.folder / _LOST).replace(json.dumps({"claim": self.bucket.claim_name}))
-                error.hint = "a rule of the bucket or another program ended it: convert again with `overwrite=True`"
+            # Of a file of the source this number says that it is gone from a network file system.
+            if error.errno == errno.ESTALE and str(error.path).startswith(str(self.bucket.target)):
+                with contextlib.suppress(ReshardError):  # the first error is the one that is raised
+                    if not self.bucket.has_ended():
+                        error.hint = (
+                            "a rule of the bucket or another program ended it: convert again with `overwrite=True`"
+                        )
+                        (self.folder / _LOST).replace(json.dumps({"claim": self.bucket.claim_name}))
             raise
 
     def remove(self, *, is_published: bool = False) -> None:
@@ -264,7 +281,9 @@ class BucketShares:
             content = self._json(name)
             files = {name: WrittenObject(int(n_bytes), str(tag)) for name, (n_bytes, tag) in content["files"].items()}
             parts = {
-                name: SentParts(str(upload), int(n_file), int(n_bytes), int(first), tuple(map(str, sent)), _sums(sums))
+                name: SentParts(
+                    str(upload), int(n_file), int(n_bytes), int(first), tuple(map(str, sent)), _sums(sums, int(n_file))
+                )
                 for name, (upload, n_file, n_bytes, first, sent, sums) in content.get("parts", {}).items()
             }
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
@@ -282,8 +301,14 @@ class BucketShares:
         return content if isinstance(content, dict) else {}
 
 
-def _sums(found: Sequence[Sequence[int]]) -> tuple[_core.PartSum, ...]:
-    return tuple(_core.PartSum(int(array), int(n_bytes), int(crc)) for array, n_bytes, crc in found)
+def _sums(found: Sequence[Sequence[int]], n_file_bytes: int) -> tuple[_core.PartSum, ...]:
+    """The sums of a record. Raises ValueError: one has a number that no file has."""
+    sums = tuple(_core.PartSum(int(array), int(n_bytes), int(crc)) for array, n_bytes, crc in found)
+    for one in sums:
+        in_file = 0 <= one.array <= n_file_bytes < 1 << 63 and 0 <= one.n_bytes <= n_file_bytes
+        if not (in_file and 0 <= one.crc < 1 << 32):
+            raise ValueError(f"{one} is no sum of a part of a file of {n_file_bytes} bytes")
+    return sums
 
 
 def _are_of_one_file(parts: Sequence[SentParts]) -> bool:

@@ -57,6 +57,7 @@ _log = logging.getLogger("reshard")
 
 _CLAIM = staging_name("convert")
 _MAX_CLAIM_BYTES = 64 << 20
+_MAX_NEW_BYTES = 64 << 20  # of a file that is sent by one request, which refuses to replace another one
 _PREPARED_SECONDS = 60.0  # for another share, which removes and writes small files
 _LOOK_SECONDS = 0.1
 _UPLOADS_AT_ONCE = 16
@@ -290,7 +291,8 @@ class BucketFolder:
         self._claims = claims
         self._names = _names_of(found)
         self.uploads = _uploads_of(found)
-        self._written |= written if isinstance(written, dict) else {}
+        tags = written.items() if isinstance(written, dict) else ()
+        self._written |= {name: e_tag for name, e_tag in tags if _is_text(e_tag)}
 
     @property
     def _claim(self) -> Location:
@@ -347,6 +349,7 @@ class BucketFolder:
         self.check_claim()
         self._end_left_uploads()
         _remove(self._home, there, self.is_commit)
+        self.check_claim()  # before anything is written: this can have taken long
         self._before = {name: e_tag for name, e_tag in self._before.items() if name not in set(there)}
 
     def _end_left_uploads(self) -> None:
@@ -361,7 +364,9 @@ class BucketFolder:
             start = str(self.target).removeprefix(self._store.root).strip("/")
             names = ((one.key.removeprefix(f"{start}/" if start else ""), one.upload_id) for one in listed)
             found |= {(name, upload) for name, upload in names if name in self._left}
+        self.check_claim()  # the list can take long, and what is removed then can be that of another conversion
         end_uploads(self.target, found)
+        self.check_claim()
 
     def _remove(self, names: Sequence[str]) -> None:
         _remove(self.target, names, self.is_commit)
@@ -398,7 +403,7 @@ class BucketFolder:
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
                 )
         self.check_claim()
-        self._send(name for name in self.names_beside() if self.is_commit(name))
+        self._send((name for name in self.names_beside() if self.is_commit(name)), there)
         before_end(self._written)
         self.check_claim()
         self._remove_claims()
@@ -409,9 +414,22 @@ class BucketFolder:
         order = {name: number for number, name in enumerate(self._commits)}
         return sorted(_files(self.beside), key=lambda name: (order.get(name.rpartition("/")[2], -1), name))
 
-    def _send(self, names: Iterable[str]) -> None:
+    def _send(self, names: Iterable[str], there: Collection[str] | None = None) -> None:
+        """Send local files. If what is there is given, one that is not there is only sent if it still is not.
+
+        So a process that was suspended after it looked at its claim replaces no file of the one that took over.
+        """
         for name in list(names):
-            self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
+            local, place = self.beside / name, self.target / name
+            if there is None or name in there or local.stat().n_bytes > _MAX_NEW_BYTES:
+                self._written[name] = self._store.upload(local.local, str(place))
+                continue
+            content = local.read_small(_MAX_NEW_BYTES)
+            if not _created(place, content):
+                self.check_claim()
+                if place.read_small(_MAX_NEW_BYTES) != content:  # else this conversion is published by two processes
+                    raise DestinationExistsError(f"{show(str(place))} was made by another program", path=str(place))
+            self._written[name] = str(place.stat().identity)
 
     def undo(self, error: BaseException | None = None, then: Callable[[], object] = lambda: None) -> None:
         """Remove everything that was written, unless another conversion has taken over, and end uploads. Never raises.
@@ -436,13 +454,8 @@ class BucketFolder:
 
     @contextlib.contextmanager
     def cleaning_up(self) -> Iterator[None]:
-        """Learn within seconds whether the service answers, and limit the time of all requests of the block.
-
-        Raises:
-            StorageError: it does not.
-        """
-        self._store.ask(str(self._claim), wait_s=_ANSWER_SECONDS)
-        with self._store.ending_within(_CLEAN_UP_SECONDS):
+        """As the function, for this folder."""
+        with cleaning_up(self._claim):
             yield
 
     def _say_left(self, error: BaseException | None, failed: ReshardError) -> None:
@@ -458,6 +471,22 @@ class BucketFolder:
             error.hint = hint if error.hint is None else f"{error.hint}; {hint}"
         else:
             _log.warning("%s: a conversion with %s", what, hint)
+
+
+@contextlib.contextmanager
+def cleaning_up(place: Location) -> Iterator[None]:
+    """Learn within seconds whether the service answers, and limit the time of all requests of the block.
+
+    Args:
+        place: in the bucket; it need not exist.
+
+    Raises:
+        StorageError: it does not.
+    """
+    store = bucket_of(place)
+    store.ask(str(place), wait_s=_ANSWER_SECONDS)
+    with store.ending_within(_CLEAN_UP_SECONDS):
+        yield
 
 
 @contextlib.contextmanager
@@ -521,8 +550,13 @@ def _uploads_of(claim: Mapping[str, Any]) -> dict[str, Upload]:
     return {
         name: Upload(one[0], one[1] if isinstance(one[1], str) else None)
         for name, one in found
-        if isinstance(one, list) and len(one) == len(Upload._fields) and isinstance(one[0], str)
+        if _is_text(name) and isinstance(one, list) and len(one) == len(Upload._fields) and _is_text(one[0])
     }
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value of JSON can be sent: a text, and no half of a pair of surrogates in it."""
+    return isinstance(value, str) and not any("\ud800" <= one <= "\udfff" for one in value)
 
 
 def begin_uploads(target: Location, names: Collection[str], begun: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ from reshard.conversion.shares import (
     warn_of_others,
     write_record,
 )
-from reshard.errors import CheckpointNotFoundError, DestinationExistsError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, DestinationExistsError, ReshardError, StorageError
 from reshard.storage.changes import make_folders, remove_folder, set_mode, temporary_folder
 from reshard.storage.location import locate
 from reshard.storage.names import example_of
@@ -291,7 +291,8 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
     own = read_record(gathered, share)
     if own is None:
         if _is_filled(published) and not job.overwrite:
-            remove_folder(gathered)  # it was made anew: others have published since this share began
+            with contextlib.suppress(ReshardError):  # it was made anew if others have published since this share began
+                gathered.store.remove_empty_folder(gathered.path)
             raise DestinationExistsError(
                 f"{show(str(published))} was made while share {share.index} of {share.count} began",
                 path=str(published),
@@ -613,9 +614,10 @@ def _publish_shares(
             except BaseException:
                 shares.withdraw()
                 raise
-        except (DestinationExistsError, StorageError) as error:
-            is_gone = isinstance(error, DestinationExistsError) or error.errno == errno.ESTALE
-            if is_gone and not shared.is_sent and bucket.has_ended() and shares.is_published(all_names):
+        except (DamagedFileError, DestinationExistsError, StorageError) as error:
+            # DamagedFileError: the records were removed while they were read.
+            is_gone = not isinstance(error, StorageError) or error.errno == errno.ESTALE
+            if is_gone and not shared.is_sent and shares.is_published_by_others(all_names):
                 shares.remove(is_published=True)
                 return replace(report, pending=[])  # by another share, or by the same one in another process
             raise
@@ -665,7 +667,7 @@ def _all_sent(job: Job, bucket: BucketFolder, file: File, parts: list[SentParts]
         )
         job.source.check_unchanged()
     except StorageError as error:
-        if error.errno != errno.ESTALE:
+        if error.errno != errno.ESTALE or not str(error.path).startswith(str(bucket.target)):
             raise
         new = [""] * len(left)  # an earlier publication has completed the upload, or it is lost: the next step tells it
     found = iter(new)

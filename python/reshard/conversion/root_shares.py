@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import log_claims
 from reshard.conversion.bucket_shares import MIN_UPLOAD_BYTES
-from reshard.conversion.buckets import begin_uploads, bucket_of, end_uploads
+from reshard.conversion.buckets import begin_uploads, bucket_of, cleaning_up, end_uploads
 from reshard.conversion.destinations import Written, streamed, write_files
 from reshard.conversion.shares import Begun, SentPart, WrittenPart, cut, joined
-from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.values.words import show
 from reshard.write.contents import JointProgress
 from reshard.write.shard_files import WrittenFile
@@ -130,5 +130,6 @@ def _uploads(folder: Location, names: Sequence[str]) -> Iterator[dict[str, str]]
         begin_uploads(folder, names, uploads)
         yield uploads
     except BaseException:
-        end_uploads(folder, uploads.items())
+        with contextlib.suppress(ReshardError), cleaning_up(folder):  # else the next claim ends them
+            end_uploads(folder, uploads.items())
         raise

@@ -260,37 +260,40 @@ def convert(
         raise ArgumentError("the ranks of a conversion are given as `group`, not as `on`")
     started = time.monotonic()
     with _all_ranks(group, timeout) as share_of_rank:
-        asked = ConvertOptions(
-            to=to,
-            part=part,
-            layout=None if layout is None else as_layout(layout),
-            strategy=strategy,
-            format=format,
-            select=Select.of(select),
-            names=names,
-            config=config,
-            iteration=plain_integer(iteration),
-            dtype=dtype
-            if dtype is None or (isinstance(dtype, str) and dtype in NVFP4_FORMS)
-            else dtypes.parse_dtype(dtype),
-            dtype_all=dtype_all,
-            files=files_with_size(max_shard_size, files),
-            commit=Commit.of(commit),
-            overwrite=overwrite,
-            memory=parse_size(memory),
-            threads=threads,
-            progress=progress,
-        )
+
+        def asked() -> ConvertOptions:
+            return ConvertOptions(
+                to=to,
+                part=part,
+                layout=None if layout is None else as_layout(layout),
+                strategy=strategy,
+                format=format,
+                select=Select.of(select),
+                names=names,
+                config=config,
+                iteration=plain_integer(iteration),
+                dtype=dtype
+                if dtype is None or (isinstance(dtype, str) and dtype in NVFP4_FORMS)
+                else dtypes.parse_dtype(dtype),
+                dtype_all=dtype_all,
+                files=files_with_size(max_shard_size, files),
+                commit=Commit.of(commit),
+                overwrite=overwrite,
+                memory=parse_size(memory),
+                threads=threads,
+                progress=progress,
+            )
+
         place = on if on is None or not isinstance(on, LedRanks) or on.group.world_size > 1 else None
 
         def lead() -> ConvertReport:
-            return _convert(src, dst, asked, share or share_of_rank, on=place)[0]
+            return _convert(src, dst, asked(), share or share_of_rank, on=place)[0]
 
-        if isinstance(place, LedRanks):
-            of_rank = functools.partial(_work, src, dst, replace(asked, progress=None))
-            report = place.led(lead, of_rank, _Sent, ConvertReport)
-        else:
-            report = lead()
+        def of_rank(sent: _Sent) -> Work[_Sent]:
+            return _work(src, dst, replace(asked(), progress=None), sent)
+
+        # Options are parsed where an error of one rank, such as of a file that its host lacks, is told to all.
+        report = place.led(lead, of_rank, _Sent, ConvertReport) if isinstance(place, LedRanks) else lead()
     # The shares of other ranks are written by now.
     pending = () if share_of_rank else report.pending
     return replace(report, seconds=time.monotonic() - started, pending=pending)
