@@ -9,10 +9,12 @@
 
 use reshard_core::checksum::{CHUNK_BYTES, crc32c};
 use reshard_core::{Error, Kind, Result};
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -30,8 +32,8 @@ const WAIT: Duration = Duration::from_secs(90);
 /// The longest pause between two looks at a lock.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Bytes that this process has written since it looked at the size. One for all folders: most programs have one.
-static WRITTEN: AtomicU64 = AtomicU64::new(u64::MAX / 2);
+/// Bytes that this process has written into each folder since it looked at its size.
+static WRITTEN: Mutex<BTreeMap<PathBuf, Arc<AtomicU64>>> = Mutex::new(BTreeMap::new());
 
 /// A folder, and how many bytes may be in it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -220,8 +222,9 @@ impl Cached {
         let n = (block.len() + sums.len()) as u64;
         let limit = self.cache.max_bytes / SWEEP_PART;
         // Also after a sweep: what was written while it looked is not in its sum, and found its lock held.
-        WRITTEN.fetch_add(n, Ordering::SeqCst);
-        while WRITTEN.load(Ordering::SeqCst) > limit && sweep(&self.cache) {}
+        let written = written_into(&self.cache.folder);
+        written.fetch_add(n, Ordering::SeqCst);
+        while written.load(Ordering::SeqCst) > limit && sweep(&self.cache) {}
     }
 }
 
@@ -245,6 +248,15 @@ fn remove_locked(file: &File, path: &Path) {
     }
 }
 
+/// How much was written into a folder. Its size is looked at with the first block.
+fn written_into(folder: &Path) -> Arc<AtomicU64> {
+    let mut all = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let count = all
+        .entry(folder.to_owned())
+        .or_insert_with(|| Arc::new(AtomicU64::new(u64::MAX / 2)));
+    Arc::clone(count)
+}
+
 /// Removes what was not read for the longest time, until there is room for what is written before the next call. Returns
 /// whether it did: one at a time does.
 fn sweep(cache: &Cache) -> bool {
@@ -265,7 +277,7 @@ fn sweep(cache: &Cache) -> bool {
     }
     let _ = lock.set_modified(SystemTime::now());
     let _lock = Locked(lock);
-    WRITTEN.store(0, Ordering::SeqCst);
+    written_into(&cache.folder).store(0, Ordering::SeqCst);
     let mut blocks = Vec::new();
     for folder in entries(&cache.folder) {
         for block in entries(&folder) {
@@ -455,6 +467,31 @@ mod tests {
         );
         drop(of_the_fork);
         fs::remove_dir_all(&cache.folder).unwrap();
+    }
+
+    #[test]
+    fn folders_beside_each_other_are_each_bounded() {
+        let bounded = || {
+            let Cached { cache, .. } = cached(WAIT);
+            let max_bytes = 4 * BLOCK_BYTES;
+            Cache { max_bytes, ..cache }
+        };
+        let caches = [bounded(), bounded()];
+        for number in 0..16 {
+            for cache in &caches {
+                let one = Cached::new(cache, "s3://bucket/a", &number.to_string(), N_BYTES);
+                one.read_at(0, &mut vec![0; N_BYTES as usize], &fetch)
+                    .unwrap();
+            }
+        }
+        for cache in caches {
+            let blocks = entries(&cache.folder)
+                .into_iter()
+                .flat_map(|folder| entries(&folder));
+            let n_bytes: u64 = blocks.map(|one| fs::metadata(one).unwrap().len()).sum();
+            assert!(n_bytes <= cache.max_bytes + BLOCK_BYTES, "{n_bytes}");
+            fs::remove_dir_all(cache.folder).unwrap();
+        }
     }
 
     #[test]
