@@ -46,6 +46,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.formats import run_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -468,6 +469,43 @@ def test_tensors_inside_other_objects_are_told_of(
     torch.save({"w": torch.ones(2), "size": torch.Size([1])}, tmp_path / "x.pt")
     reshard.open(tmp_path / "x.pt").close()
     assert not caplog.text
+
+
+class _Made:
+    """An object that is made by a call with these arguments."""
+
+    def __init__(self, *given: object) -> None:
+        self.given = given
+
+    def __reduce__(self) -> Any:
+        return _Made, self.given
+
+
+def test_what_objects_share_is_searched_for_tensors_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time to open a file grows with the square of its size."""
+    n_searched = 0
+    is_tensor = run_state.is_tensor
+
+    def counted(value: object) -> bool:
+        nonlocal n_searched
+        n_searched += 1
+        return is_tensor(value)
+
+    monkeypatch.setattr(run_state, "is_tensor", counted)
+    shared = tuple(_Made(n) for n in range(100))
+    others = {}
+    for n in range(100):
+        others[f"m{n}"] = _Made()
+        others[f"m{n}"].given = shared  # the same tuple, which `pickle` writes once
+    cycle: list[object] = [_Made(torch.ones(1))]
+    cycle.append(cycle)
+    torch.save({"w": torch.ones(2), **others, "last": _Made(cycle), "again": _Made(1, cycle)}, tmp_path / "x.pt")
+    reshard.open(tmp_path / "x.pt").close()
+    assert 200 <= n_searched <= 210
+    assert "are not read: `last` (tests.formats.torch_file.test_torch_formats._Made), `again` (" in caplog.text
+    assert "m0" not in caplog.text
 
 
 def test_a_conversion_leaves_out_the_optimizer_and_warns_of_the_entry_of_the_model(tmp_path: Path) -> None:

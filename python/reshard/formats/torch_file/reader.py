@@ -22,7 +22,7 @@ from reshard.formats.torch_file import names
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import PartName
@@ -119,7 +119,9 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
 
 def _warn_of_unread(path: Location, objects: Sequence[tuple[str, object]]) -> None:
     """Tell of tensors that are not read: those in objects of other classes, such as a whole module."""
-    unread = [(name, value) for name, value in objects if isinstance(value, _core.Opaque) and _holds_tensors(value)]
+    opaque = [(name, value) for name, value in objects if isinstance(value, _core.Opaque)]
+    holders = _holders(value for _, value in opaque)
+    unread = [(name, value) for name, value in opaque if id(value) in holders]
     if unread:
         of = listed((f"{show(name)} ({value.name})" for name, value in unread), _MAX_NAMED)
         _log.warning("%s: tensors inside objects of classes are not read: %s. Save their `state_dict()`", path, of)
@@ -133,23 +135,41 @@ def _warn_of_unread(path: Location, objects: Sequence[tuple[str, object]]) -> No
         )
 
 
-def _holds_tensors(value: _core.Opaque) -> bool:
-    open_: list[object] = [value]
-    seen = set()
+def _holders(values: Iterable[object]) -> set[int]:
+    """The addresses of the objects among some values that hold tensors, and of all containers of these.
+
+    Objects of a file can share what they consist of: each is looked at once.
+    """
+    inside: dict[int, list[int]] = {}
+    found: list[int] = []
+    open_ = list(values)
+    seen: set[int] = set()
     while open_:
         one = open_.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
+        parts: Iterable[object] = ()
         if isinstance(one, _core.Opaque):
             if run_state.is_tensor(one) or one.name == "torch.storage":
-                return True
-            open_ += one.arguments, one.state, one.items, one.appended
+                found.append(id(one))
+                continue
+            parts = one.arguments, one.state, one.items, one.appended
         elif isinstance(one, dict):
-            open_ += one.values()
+            parts = one.values()
         elif isinstance(one, list | tuple):
-            open_ += one
-    return False
+            parts = one
+        for part in parts:
+            if isinstance(part, _core.Opaque | dict | list | tuple):
+                inside.setdefault(id(part), []).append(id(one))
+                open_.append(part)
+    holders: set[int] = set()
+    while found:
+        address = found.pop()
+        if address not in holders:
+            holders.add(address)
+            found += inside.get(address, ())
+    return holders
 
 
 def open_single(folder: Location, method: _core.ReadMethod) -> CheckpointData:
