@@ -169,7 +169,7 @@ def test_shares_without_a_leader_are_refused(folder: Location, tmp_path: Path) -
     source = made(tmp_path / "w.safetensors", [5])
     with pytest.raises(UnsupportedError, match="with `share`, none does") as caught:
         reshard.convert(source, str(folder), to="checkpoint2", share=(0, 2))
-    assert "`on` or `group`" in (caught.value.hint or "")
+    assert "one process leads them" in (caught.value.hint or "")
     with pytest.raises(ArgumentError, match="are given as `group`"):
         reshard.convert(source, tmp_path / "run", to="checkpoint2", on=LedRanks(SingleProcess()))
     assert not folder.exists()

@@ -972,7 +972,8 @@ def _check_bucket(writer: Writer, target: Location, asked: ConvertOptions, *, is
             f"{show(str(target))} is in a bucket, where one process begins and publishes an iteration of a root: with "
             "`share`, none does",
             path=str(target),
-            hint="give `on` or `group`, with which one process leads the others",
+            hint="the workers of a Ray cluster or the ranks of a launcher can share it: one process leads them, see "
+            "docs/guides/cluster.md",
         )
     if asked.commit.private or asked.files.modes is not None:
         name = "private" if asked.commit.private else "modes"

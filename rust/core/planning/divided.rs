@@ -227,13 +227,15 @@ impl Divided {
         let n_files = n_replicas.min(max_files);
         // The sample begins at a different replica for each part, as in a grid.
         let files = |at: u64, turn: u64| {
-            let replica = |k| mesh.unfold((k * n_replicas / n_files + turn) % n_replicas, replicas);
+            let first = turn % n_replicas;
+            let replica =
+                |k| mesh.unfold((k * n_replicas / n_files + first) % n_replicas, replicas);
             let files = (0..n_files).map(|k| self.files[(at + replica(k)) as usize]);
             files.collect::<Vec<_>>()
         };
-        let turn = sides
-            .iter()
-            .fold(0_u64, |turn, side| turn.wrapping_mul(31) + side.part);
+        let turn = sides.iter().fold(0_u64, |turn, side| {
+            turn.wrapping_mul(31).wrapping_add(side.part)
+        });
 
         // In storage order: the block, and the box in it.
         let order = layout.order();

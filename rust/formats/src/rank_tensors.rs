@@ -9,6 +9,7 @@ use crate::torch_file::mesh::Meshes;
 use crate::torch_file::{Leaf, Regions, TorchFile};
 use reshard_core::dtype::Dtype;
 use reshard_core::error::Printable;
+use reshard_core::header::check_name;
 use reshard_core::index::Index;
 use reshard_core::region::{Dims, Region, row_major_strides};
 use reshard_core::stored::StoredTensor;
@@ -234,6 +235,10 @@ impl ReadFile {
                     })
                 }
             };
+            let key = [prefix, name.as_str()].concat();
+            if !key.is_empty() {
+                check_name(&key).map_err(|error| fault(&name, error))?;
+            }
             tensors.push((name, held));
         }
         Ok(Self {

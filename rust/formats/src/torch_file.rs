@@ -400,11 +400,8 @@ impl TorchFile {
             .sequence(*attributes)
             .unwrap_or(std::slice::from_ref(attributes));
         let attribute = |name: &str| {
-            let mut items = parts
-                .iter()
-                .filter_map(|one| self.pickle.items(*one))
-                .flatten();
-            items.find_map(|[key, value]| (self.pickle.text(*key) == Some(name)).then_some(*value))
+            let mut parts = parts.iter().rev();
+            parts.find_map(|one| self.pickle.item(*one, name))
         };
         let (Some(local), Some(spec)) = (attribute("_local_tensor"), attribute("_spec")) else {
             return Err(bad());
@@ -422,7 +419,8 @@ impl TorchFile {
     }
 
     /// Of a tensor that is made of others, the one that holds its values: the only one among its attributes, apart from
-    /// those that torchao computes from it, and of its shape and element type. `None` if there is no such one.
+    /// those that torchao computes from it, and of its shape and element type. `None` if there is no such one, or a
+    /// container among them holds tensors.
     ///
     /// The call is `(function, type, (type, dtype, size, ...), attributes)`.
     fn whole_inside(&self, call: &[Id]) -> Result<Option<Tensor>> {
@@ -447,13 +445,20 @@ impl TorchFile {
             .sequence(attributes)
             .unwrap_or(std::slice::from_ref(&attributes));
         let mut found: Option<Tensor> = None;
+        let mut seen = HashSet::new();
         for [key, value] in parts
             .iter()
             .filter_map(|one| self.pickle.items(*one))
             .flatten()
         {
             let is_computed = |name: &str| name.starts_with("_precomputed");
-            if !self.is_tensor(*value) || self.pickle.text(*key).is_some_and(is_computed) {
+            if self.pickle.text(*key).is_some_and(is_computed) {
+                continue;
+            }
+            if !self.is_tensor(*value) {
+                if self.holds_tensors(*value, &mut seen) {
+                    return Ok(None);
+                }
                 continue;
             }
             // A tensor inside it that is made of others again is not looked into: a cycle of them has no end.
@@ -468,6 +473,54 @@ impl TorchFile {
             }
         }
         Ok(found)
+    }
+
+    /// Whether there is a tensor or a storage in a value that was not seen before, or more than can be looked at.
+    fn holds_tensors(&self, id: Id, seen: &mut HashSet<Id>) -> bool {
+        let mut todo = vec![id];
+        while let Some(id) = todo.pop() {
+            if !seen.insert(id) {
+                continue;
+            }
+            if seen.len() > MAX_LOOKED_AT || todo.len() > MAX_LOOKED_AT {
+                return true;
+            }
+            match self.pickle.get(id) {
+                Value::Persistent(_) => return true,
+                Value::Tuple(items) | Value::List(items) | Value::Set(items) => todo.extend(items),
+                Value::Dict(items) => todo.extend(items.iter().flatten()),
+                Value::Record(record) => {
+                    let name = self.pickle.name(record.function);
+                    if name.is_some_and(|(module, name)| self.makes_tensor(module, name, record)) {
+                        return true;
+                    }
+                    todo.push(record.arguments);
+                    todo.extend(record.state);
+                    todo.extend(record.fields.iter().flat_map(|(_, values)| *values));
+                    todo.extend(record.items.iter().flatten());
+                    todo.extend(record.appended);
+                }
+                _ => {}
+            }
+        }
+        false
+    }
+
+    /// How many values are looked at to learn what a value is, if they are many. Values can share them.
+    fn n_looked_at(&self, id: Id) -> usize {
+        let Some(record) = self.pickle.record(id) else {
+            return 0;
+        };
+        let given = self.arguments(record);
+        let attributes = given.get(3).copied();
+        let parts = attributes.map(|one| {
+            let parts = self.pickle.sequence(one);
+            parts.map_or_else(|| vec![one], <[Id]>::to_vec)
+        });
+        let in_parts = parts.iter().flatten();
+        let n_items = in_parts.filter_map(|one| Some(1 + self.pickle.items(*one)?.len()));
+        let n = given.len() + n_items.sum::<usize>();
+        if n > MAX_LOOKED_AT { n } else { 0 }
     }
 
     /// The dense tensor that a value is, or the one of a parameter that it is.
@@ -692,6 +745,9 @@ pub fn format(range: Option<(u64, u64)>, prefix: String) -> Format {
     }))
 }
 
+/// Values that are looked at to learn what one value is.
+const MAX_LOOKED_AT: usize = 256;
+
 /// Values of a file by path.
 pub type Leaves = Vec<(String, Leaf)>;
 
@@ -789,6 +845,8 @@ struct Collector<'a> {
 impl<'a> Collector<'a> {
     fn visit(&mut self, id: Id) -> Result<()> {
         let pickle: &'a Pickle = &self.file.pickle;
+        self.n_items += self.file.n_looked_at(id);
+        self.check_unfolded(self.n_items)?;
         let within = |error: Error, path: &str| error.within(format_args!("`{}`", Printable(path)));
         if let Some(sharded) = self
             .file

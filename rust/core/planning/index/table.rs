@@ -5,7 +5,7 @@ use crate::error::{Error, Kind, Result};
 use crate::files::header::Entry;
 use crate::files::local_array::{LocalArray, Part};
 use crate::files::shard_file::Table;
-use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::dtype::Dtype;
 use crate::geometry::joined::Joined;
 use crate::geometry::layout::{Cuts, Layout};
 use crate::geometry::region::{Dims, Region};
@@ -615,8 +615,20 @@ fn no_grid(key: &str) -> Error {
     Error::new(Kind::Argument, message).key(key)
 }
 
+/// Bytes of an element of the largest dtype.
+const MAX_ITEM_BYTES: u64 = 16;
+
 fn check_size(key: &str, shape: &[u64]) -> Result<()> {
-    if n_elements(shape).is_some_and(|n| i64::try_from(n).is_ok()) {
+    // Also a shape without elements: numpy multiplies its other extents.
+    let mut extents = shape.iter().filter(|extent| **extent > 0);
+    let n = extents.try_fold(1_u64, |n, extent| n.checked_mul(*extent));
+    let most = i64::MAX as u64
+        / if shape.contains(&0) {
+            MAX_ITEM_BYTES
+        } else {
+            1
+        };
+    if n.is_some_and(|n| n <= most) {
         return Ok(());
     }
     let message = format!("{}: shape {} is too large", named(key), Dims(shape));
