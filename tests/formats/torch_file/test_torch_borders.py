@@ -69,7 +69,7 @@ def test_what_many_values_share_is_not_looked_at_for_each(tmp_path: Path, call: 
 class Wrapped(torch.Tensor):
     @staticmethod
     def __new__(cls: Any, data: torch.Tensor, **_: Any) -> Any:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
         return made
 
     def __init__(self, data: torch.Tensor, **more: Any) -> None:
