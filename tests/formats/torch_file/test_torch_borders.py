@@ -62,7 +62,7 @@ def test_what_many_values_share_is_not_looked_at_for_each(tmp_path: Path, call: 
     shared += text("t") + b"(cfoo\nx\ncfoo\ny\n(cfoo\nz\nctorch\nfloat32\nK\x01\x85t}(" + attributes + b"utq\x01s"
     values = b"".join(text(f"k{i}") + call.encode() + b"s" for i in range(n))
     path = written(tmp_path / "w.pt", b"\x80\x02}" + shared + values + b".")
-    with pytest.raises(UnsupportedError, match="unfold into more than|which is not supported"):
+    with pytest.raises(UnsupportedError, match=r"unfold into more than|which is not supported"):
         reshard.open(path)
 
 
