@@ -27,6 +27,7 @@ from reshard.storage.location import Location, locate
 from reshard.storage.remote import RemoteStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.servers.s3 import S3Server
@@ -266,13 +267,8 @@ def test_a_conversion_that_fails_leaves_nothing(
         assert folder.name not in answer.decode()
 
 
-@pytest.mark.slow(disk=False)
-def test_what_is_left_is_said_if_the_service_does_not_answer_any_more(
-    bucket: tuple[Location, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, proxy = bucket
-    model(tmp_path / "model")
-    monkeypatch.setattr(buckets, "_ANSWER_SECONDS", 0.2)
+def refused_then_silent(is_silent: Callable[[], bool] = lambda: True) -> list[Fault]:
+    """One write is refused, and no request behind it gets an answer while a function returns true."""
     has_failed: list[str] = []
 
     def fails(method: str, path: str) -> bool:
@@ -280,10 +276,20 @@ def test_what_is_left_is_said_if_the_service_does_not_answer_any_more(
             has_failed.append(path)
         return is_write
 
-    proxy.faults = [
-        Fault(lambda *_: bool(has_failed), 503, "SlowDown", times=10**6),
+    return [
+        Fault(lambda *_: bool(has_failed) and is_silent(), 503, "SlowDown", times=10**6),
         Fault(fails, 403, "AccessDenied"),
     ]
+
+
+@pytest.mark.slow(disk=False)
+def test_what_is_left_is_said_if_the_service_does_not_answer_any_more(
+    bucket: tuple[Location, Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    monkeypatch.setattr(buckets, "_ANSWER_SECONDS", 0.2)
+    proxy.faults = refused_then_silent()
     with pytest.raises(StorageError) as caught:
         reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
     left = f"what was written to `{folder}` may be left, with its claim `{folder}/.reshard.convert.staging` and "
@@ -304,17 +310,7 @@ def test_a_clean_up_has_one_limit_of_time(
     (folder, proxy), n_looks = bucket, itertools.count()
     model(tmp_path / "model")
     monkeypatch.setattr(buckets, "_CLEAN_UP_SECONDS", 0.5)
-    has_failed: list[str] = []
-
-    def fails(method: str, path: str) -> bool:
-        if is_write := method == "PUT" and "00001" in path:
-            has_failed.append(path)
-        return is_write
-
-    proxy.faults = [
-        Fault(lambda *_: bool(has_failed) and next(n_looks) > 1, 503, "SlowDown", times=10**6),  # after first answers
-        Fault(fails, 403, "AccessDenied"),
-    ]
+    proxy.faults = refused_then_silent(lambda: next(n_looks) > 1)  # after first answers
     begun = time.monotonic()
     with pytest.raises(StorageError, match=r"403 AccessDenied.* may be left, .*the service does not answer"):
         reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)

@@ -96,9 +96,20 @@ def check(claim: Claim) -> None:
         ClaimedError: another process has.
         StorageError: the store failed.
     """
-    head = log.head_of(claim.root)
-    if head is None or head.generation != claim.generation:
-        raise superseded(claim.root, claim.generation, head)
+    head_under(claim.root, claim.generation)
+
+
+def head_under(root: Location, generation: int) -> Record:
+    """The newest record of a root, under a claim that is in force. Raises as `check`.
+
+    Args:
+        root: the checkpoint root.
+        generation: the number of the claim.
+    """
+    head = log.head_of(root)
+    if head is None or head.generation != generation:
+        raise superseded(root, generation, head)
+    return head
 
 
 def check_attempt(folder: Location) -> None:
@@ -107,10 +118,7 @@ def check_attempt(folder: Location) -> None:
     Args:
         folder: that of the attempt, in its root.
     """
-    root, generation = folder.parent, generation_of(folder.name) or 0
-    head = log.head_of(root)
-    if head is None or head.generation != generation:
-        raise superseded(root, generation, head)
+    head = head_under(folder.parent, generation_of(folder.name) or 0)
     if head.by_name(folder.name) is not None:
         raise ClaimedError(f"{show(str(folder))} was published while this process wrote into it", path=str(folder))
 

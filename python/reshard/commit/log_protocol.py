@@ -200,10 +200,7 @@ def obstacle(root: Location) -> ReshardError | None:
 
 def _head_of(claim: Claim) -> Record:
     """The newest record, under a claim that is in force. Raises ClaimedError, StorageError."""
-    head = log.head_of(claim.root)
-    if head is None or head.generation != claim.generation:
-        raise log_claims.superseded(claim.root, claim.generation, head)
-    return head
+    return log_claims.head_under(claim.root, claim.generation)
 
 
 # -- removing

@@ -63,7 +63,6 @@ _LOOK_SECONDS = 0.1
 _UPLOADS_AT_ONCE = 16
 _ANSWER_SECONDS = 5.0  # for the first answer after a failure; a request is tried for a minute
 _CLEAN_UP_SECONDS = 60.0  # for all requests of a clean-up together
-_LIST_SECONDS = 20.0  # to list unfinished uploads; those that a claim names need no list
 _export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
 
 
@@ -359,11 +358,8 @@ class BucketFolder:
             return
         found = {(name, upload.id) for one in before for name, upload in _uploads_of(one.content).items()}
         with contextlib.suppress(ReshardError):
-            is_file = self._file is not None
-            listed, _ = self._store.unfinished_uploads([str(self._place)], is_file=is_file, wait_s=_LIST_SECONDS)
-            start = str(self.target).removeprefix(self._store.root).strip("/")
-            names = ((one.key.removeprefix(f"{start}/" if start else ""), one.upload_id) for one in listed)
-            found |= {(name, upload) for name, upload in names if name in self._left}
+            listed = self._store.uploads_in(str(self.target), self._file)
+            found |= {(name, upload) for name, upload in listed if name in self._left}
         self.check_claim()  # the list can take long, and what is removed then can be that of another conversion
         end_uploads(self.target, found)
         self.check_claim()

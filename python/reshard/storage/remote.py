@@ -413,12 +413,24 @@ class RemoteStore(ObjectStore):
 
     def end_uploads(self, path: str, is_ended: Callable[[str], bool]) -> None:
         """See `ObjectStore.end_uploads`."""
-        listed, _ = self.unfinished_uploads([path], is_file=False, wait_s=_LIST_SECONDS)
-        start = "".join(f"{part}/" for part in path.removeprefix(self.root).split("/") if part)
-        for one in listed:
-            name = one.key.removeprefix(start)
+        for name, upload in self.uploads_in(path):
             if is_ended(name):
-                self.end_upload(f"{path}/{name}", one.upload_id)
+                self.end_upload(f"{path}/{name}", upload)
+
+    def uploads_in(self, folder: str, file: str | None = None) -> list[tuple[str, str]]:
+        """The uploads in parts that were not completed: the name of the object in the folder, and the ID of the upload.
+
+        Args:
+            folder: the folder.
+            file: only those of this file in it; None: all below the folder.
+
+        Raises:
+            StorageError: the service failed.
+        """
+        place = folder if file is None else f"{folder}/{file}"
+        listed, _ = self.unfinished_uploads([place], is_file=file is not None, wait_s=_LIST_SECONDS)
+        start = "".join(f"{part}/" for part in folder.removeprefix(self.root).split("/") if part)
+        return [(one.key.removeprefix(start), one.upload_id) for one in listed]
 
     def unfinished_uploads(
         self, paths: Sequence[str], *, is_file: bool, wait_s: float

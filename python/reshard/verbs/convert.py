@@ -284,7 +284,7 @@ def convert(
                 progress=progress,
             )
 
-        place = on if on is None or not isinstance(on, LedRanks) or on.group.world_size > 1 else None
+        place = None if isinstance(on, LedRanks) and on.group.world_size == 1 else on
 
         def lead() -> ConvertReport:
             return _convert(src, dst, asked(), share or share_of_rank, on=place)[0]

@@ -151,6 +151,15 @@ pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
+/// Where an element of an array is, by its index in each dim and the strides.
+pub(crate) fn element_of(index: &[u64], strides: &[u64]) -> u64 {
+    index
+        .iter()
+        .zip(strides)
+        .map(|(i, stride)| i * stride)
+        .sum()
+}
+
 /// Whether these are the strides of a row-major array.
 pub(crate) fn is_row_major(shape: &[u64], strides: &[u64]) -> bool {
     let mut expected = 1_u64;

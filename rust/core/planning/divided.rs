@@ -7,7 +7,7 @@
 use crate::error::Result;
 use crate::geometry::joined::Joined;
 use crate::geometry::layout::{Cuts, FlatSpan, Layout};
-use crate::geometry::region::{Region, flat_range_boxes, row_major_strides};
+use crate::geometry::region::{Region, element_of, flat_range_boxes, row_major_strides};
 use crate::geometry::tile::Tile;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -382,12 +382,4 @@ fn next_in(own: &Region, strides: &[u64], at: u64) -> Option<u64> {
         }
     }
     Some(element_of(&index, strides))
-}
-
-fn element_of(index: &[u64], strides: &[u64]) -> u64 {
-    index
-        .iter()
-        .zip(strides)
-        .map(|(i, stride)| i * stride)
-        .sum()
 }

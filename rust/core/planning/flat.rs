@@ -6,7 +6,7 @@
 
 use crate::error::{Error, Kind, Result};
 use crate::geometry::dtype::n_elements;
-use crate::geometry::region::{Region, flat_range_boxes, row_major_strides};
+use crate::geometry::region::{Region, element_of, flat_range_boxes, row_major_strides};
 use crate::geometry::tile::Tile;
 use std::ops::Range;
 use std::sync::Arc;
@@ -211,14 +211,6 @@ pub(crate) fn range_of(region: &Region, shape: &[u64]) -> Range<u64> {
     let strides = row_major_strides(shape);
     let last: Vec<u64> = (0..region.rank()).map(|d| region.end(d) - 1).collect();
     element_of(region.offset(), &strides)..element_of(&last, &strides) + 1
-}
-
-fn element_of(index: &[u64], strides: &[u64]) -> u64 {
-    index
-        .iter()
-        .zip(strides)
-        .map(|(i, stride)| i * stride)
-        .sum()
 }
 
 #[cfg(test)]
