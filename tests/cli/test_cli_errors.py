@@ -304,6 +304,49 @@ main()
     assert is_raised or found.returncode == 130
 
 
+@pytest.mark.slow(disk=False)
+def test_an_interrupt_that_waits_for_an_import_is_not_lost_when_the_command_ends_first() -> None:
+    code = f"""
+import os, signal, sys
+from reshard.cli import main, program
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "reshard.cli.contents":
+            os.kill(os.getpid(), signal.SIGINT)
+
+program._SECONDS_TO_WAIT = 60  # longer than the command takes
+sys.meta_path.insert(0, Interrupting())
+main(["inspect", {str(CKPT2)!r}])
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=50)
+    assert (found.returncode, found.stderr) == (130, "interrupted\n")
+    assert found.stdout == outcome("inspect", CKPT2)[1]
+
+
+@pytest.mark.slow(disk=False)
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    code = f"""
+import os, signal, sys
+from reshard.cli import contents, main
+
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        len([])  # the handler runs in this function, whose errors Python drops
+
+gather = contents.gather_contents
+def gathered(*args, **kwargs):
+    Interrupting()
+    return gather(*args, **kwargs)
+
+contents.gather_contents = gathered
+main(["inspect", {str(CKPT2)!r}])
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=50)
+    assert (found.returncode, found.stderr) == (130, "interrupted\n")
+
+
 @pytest.mark.parametrize(
     "words", [["plan", "x"], ["prune", "x", "--keep", "0"], ["inspect", "x", "--no-such"], ["no-such"], ["explain"]]
 )

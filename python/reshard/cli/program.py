@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import signal
@@ -52,13 +53,14 @@ def _exit_code(run: Callable[[], Any], *, as_json: bool) -> int:
     with _noted_interrupts() as interrupts:
         try:
             code = run()
+            interrupts.end()
         except click.ClickException as error:
             return _usage(error, as_json=as_json)
         except OutputError as error:
             return end_output(error)
         except BaseException as error:
             # A second interrupt, within the import of an extension module, becomes an ImportError.
-            if not interrupts and not isinstance(error, click.Abort):
+            if not interrupts.count and not isinstance(error, click.Abort):
                 raise
             echo("interrupted", err=True)
             return INTERRUPTED
@@ -73,28 +75,50 @@ def _usage(error: click.ClickException, *, as_json: bool) -> int:
     return error.exit_code
 
 
+@dataclasses.dataclass
+class _Interrupts:
+    count: int = 0
+    is_waiting: bool = False  # the first one has not taken effect yet
+
+    def end(self) -> None:
+        """Let an interrupt take effect that still waits when the command is done."""
+        waits, self.is_waiting = self.is_waiting, False
+        if waits:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Collect the interrupts of the block, which raise KeyboardInterrupt: after an import, if one is going on.
+def _noted_interrupts() -> Iterator[_Interrupts]:
+    """Count the interrupts of the block, which raise KeyboardInterrupt: after an import, if one is going on.
 
     KeyboardInterrupt within the import of an extension module may be printed as a traceback or become another error. A
-    second interrupt does not wait.
+    second interrupt does not wait. One that is raised where Python drops errors (in a finalizer) is raised again.
     """
-    interrupts: list[int] = []
+    interrupts = _Interrupts()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            interrupts.append(number)
-        waits = len(interrupts) == 1 and _is_importing(frame)
-        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT if waits else 0)
-        if not waits:
+            interrupts.count += 1
+        elif not interrupts.is_waiting:
+            return  # it has taken effect
+        interrupts.is_waiting = interrupts.count == 1 and _is_importing(frame)
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT if interrupts.is_waiting else 0)
+        if not interrupts.is_waiting:
             raise KeyboardInterrupt
+
+    def dropped(error: sys.UnraisableHookArgs) -> None:
+        if not isinstance(error.exc_value, KeyboardInterrupt):
+            old_hook(error)
+            return
+        interrupts.is_waiting = True
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT)
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield interrupts
         return
-    old = signal.signal(signal.SIGALRM, interrupt)
+    old, old_hook = signal.signal(signal.SIGALRM, interrupt), sys.unraisablehook
+    sys.unraisablehook = dropped
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
@@ -102,6 +126,7 @@ def _noted_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+        sys.unraisablehook = old_hook
 
 
 def _is_importing(frame: FrameType | None) -> bool:
