@@ -114,7 +114,7 @@ def test_any_shares_are_byte_for_byte_one_process(
 ) -> None:
     folder, _ = bucket
     rng = random.Random(f"{SEED} {request.node.name}")
-    for case in range(3 * FACTOR):
+    for case in range((2 if folder.path.startswith("s3") else 1) * FACTOR):
         sizes = [rng.randrange(1, 3_000_000) for _ in range(rng.randrange(4))] + [rng.randrange(66_000_000, 99_000_000)]
         source, n_shares = made(tmp_path / f"{case}.safetensors", sizes), rng.randrange(1, 8)
         options: dict[str, Any] = rng.choice([{}, {"layout": LAYOUT}])

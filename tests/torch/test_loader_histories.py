@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-N_HISTORIES = int(os.environ.get("RESHARD_LOADER_HISTORIES", "6"))
+N_HISTORIES = int(os.environ.get("RESHARD_LOADER_HISTORIES", "4"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
