@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch._C._distributed_c10d
@@ -19,6 +20,10 @@ from tests.helpers.ranks import Job, Signal, only_missing
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
 from reshard.ranks import torch_group
 from reshard.ranks.group import Group, SingleProcess, TorchGroup, agree, decide, resolve, session
+from reshard.ranks.torch_group import TorchSession
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LONG = 40.0  # a deadline that is not meant to pass
 SHORT = 2.0  # one that passes
@@ -153,13 +158,22 @@ def test_a_rank_that_never_comes_is_named_and_meets_the_others_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_long_wait_says_which_rank_is_missing(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_group, "_FIRST_NOTICE_S", 0.2)  # the ranks are forked
+def test_a_long_wait_says_which_rank_is_missing(late: int) -> None:
     said = Signal()
 
     def work(group: TorchGroup) -> list[str]:
         handler = logging.Handler()
         lines: list[str] = []
+        wait = TorchSession._wait
+
+        def wait_and_say(session: TorchSession, keys: Sequence[str], *rest: Any, **given: Any) -> bool:
+            """Only a wait for the late rank, or for one that waits for it, is long."""
+            others = [key for key in keys if not key.endswith(f"/{late}")]
+            if 0 < len(others) < len(keys):
+                assert wait(session, others, *rest), "the others do not answer"
+            is_long = not lines and group.rank != late and (bool(keys) or not late)
+            torch_group._FIRST_NOTICE_S = 0.2 if is_long else LONG
+            return wait(session, keys, *rest, **given)
 
         def emit(record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
@@ -167,6 +181,7 @@ def test_a_long_wait_says_which_rank_is_missing(late: int, monkeypatch: pytest.M
 
         handler.emit = emit  # type: ignore[method-assign]
         logging.getLogger("reshard").addHandler(handler)
+        TorchSession._wait = wait_and_say  # type: ignore[method-assign, assignment]
         if group.rank == late:
             said.wait(2 if late else 1)
         session(group, "save").barrier(timeout=LONG)
@@ -176,8 +191,9 @@ def test_a_long_wait_says_which_rank_is_missing(late: int, monkeypatch: pytest.M
         lines = job.values()
     assert [len(of_rank) for of_rank in lines] == ([1, 1, 0] if late else [0, 1, 0])
     if late:
-        assert (
-            "rank 0 has waited for 0 s in session `save` (gather 1) for rank 2 of 3: every rank has to" in lines[0][0]
+        assert re.match(
+            r"rank 0 has waited for \d+ s in session `save` \(gather 1\) for rank 2 of 3: every rank has to",
+            lines[0][0],
         )
         assert "for rank 0 of 3, or a rank for which that one waits: every rank" in lines[1][0]
     else:
@@ -217,6 +233,7 @@ def test_a_rank_killed_in_the_middle_of_a_message() -> None:
 @pytest.mark.slow
 def test_rank_0_gone() -> None:
     def work(group: TorchGroup) -> Any:
+        group.barrier(timeout=LONG)  # else the others may still connect to it
         if group.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return timed(lambda: agree(group, None, SHORT))
@@ -350,6 +367,39 @@ def test_a_store_that_answers_slowly_is_not_silent() -> None:
         _, told = job.values()
     assert (told["error"], told["ranks"]) == ("GroupError", [0])
     assert "no answer of rank 0 of 2 within 0.2 s" in told["text"]
+
+
+@pytest.mark.slow(disk=False)
+def test_the_store_is_not_silent_while_this_process_is_stopped() -> None:
+    asked, over = Signal(), Signal()
+
+    def work(group: TorchGroup) -> Any:
+        group.barrier(timeout=LONG)
+        if group.rank == 0:
+            over.wait()
+            return None
+        store = group._store
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                asked.set()
+                for _ in range(10):
+                    time.sleep(0.05)  # those that begin after the stop take their time
+                return getattr(store, name)
+
+        group._store = Watched()  # type: ignore[assignment]
+        told = timed(lambda: agree(group, None, 0.5))
+        over.set()
+        return told
+
+    with Job(2, work) as job:
+        asked.wait()
+        os.kill(job.pids[1], signal.SIGSTOP)
+        time.sleep(3)  # beyond the deadline, and beyond the time for which a silent store is waited for
+        os.kill(job.pids[1], signal.SIGCONT)
+        _, told = job.values()
+    assert (told["error"], told["ranks"]) == ("GroupError", [0])
+    assert "no answer of rank 0 of 2 within 0.5 s" in told["text"]
 
 
 def test_sessions_in_two_threads_do_not_hold_each_other_up() -> None:

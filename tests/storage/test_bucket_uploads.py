@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -135,19 +136,22 @@ def test_the_store_refuses_bytes_that_changed_on_their_way(s3: S3Server) -> None
 
 
 def test_an_interrupted_upload_ends_soon(s3: S3Server) -> None:
-    url = f"s3://{BUCKET}/interrupted-{os.getpid()}/w.safetensors"
+    url, is_over = f"s3://{BUCKET}/interrupted-{os.getpid()}/w.safetensors", threading.Event()
 
     def interrupt(method: str, path: str) -> None:
         if "partNumber=2" in path:
             os.kill(os.getpid(), 2)
+            is_over.wait(60)  # else it may be complete before the interrupt is seen
 
     with before_server(s3.port) as proxy, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         proxy.before = interrupt
         with pytest.raises(KeyboardInterrupt):
             reshard.save_file(tensors_of(30_000_000), url)
-    assert locate(url).kind() is None
-    assert b"interrupted-" not in s3.request("GET", f"/{BUCKET}?uploads=")[1]
+        proxy.before = None
+        assert locate(url).kind() is None
+        assert b"interrupted-" not in s3.request("GET", f"/{BUCKET}?uploads=")[1]
+        is_over.set()
 
 
 def test_a_file_behind_http_is_not_written() -> None:

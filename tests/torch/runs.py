@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def make(root: Path, **options: Any) -> Checkpointer:
+    """A Checkpointer that records no revision of the code: git can take longer than a run waits for it."""
     given: dict[str, Any] = {"signals": (), "commit": {"durable": False}, **options}
+    given["environment"] = {"code": "/", **options.get("environment", {})}
     return Checkpointer(root, **given)
 
 

@@ -27,7 +27,8 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(environment, "_GIT_SECONDS", 600)  # on a loaded machine git takes longer than a run waits
     git(tmp_path, "init", "-q")
     (tmp_path / "train.py").write_text("pass\n")
     git(tmp_path, "add", "train.py")

@@ -82,8 +82,8 @@ def train(root: Path, last: int, **options: Any) -> Any:
 def other_job(root: Path) -> Iterator[int]:
     """A live process that has claimed a root."""
     program = (
-        "import sys, time; from reshard.commit import protocol; from reshard.storage.location import locate; "
-        "protocol.claim_root(locate(sys.argv[1]), durable=False); print('claimed', flush=True); time.sleep(60)"
+        "import signal, sys; from reshard.commit import protocol; from reshard.storage.location import locate; "
+        "protocol.claim_root(locate(sys.argv[1]), durable=False); print('claimed', flush=True); signal.pause()"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE)
     try:

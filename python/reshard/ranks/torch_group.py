@@ -41,8 +41,10 @@ _LAST_SLEEP_S = 0.01  # longest interval between requests, by which an exchange 
 _RANKS_PER_SLEEP = 128  # with more ranks the interval is longer, since one server answers all of them
 _GRACE_S = 1.0  # ranks that wait for a root wait this much longer, so that the root can report the missing ranks
 _LINGER_S = 1.0  # for which the root of a broadcast waits until it is fetched
-_SILENCE_S = 1.5  # to wait for the store after the deadline, and for one request
-_LATE_S = 6.0  # after the deadline, if the store answers and only this process is slow
+_LOOK_S = 0.1  # between looks after the deadline. Only looks are counted: a process that was stopped has made none
+_SILENT_LOOKS = 15  # at one request without an answer
+_LATE_LOOKS = 60  # if the store answers and only this process is slow
+_POST_S = 1.5  # to tell the others of a failure
 _MAX_MESSAGE = 2000
 _FIRST_NOTICE_S = 30.0  # after which a line says whom a rank waits for
 _NOTICE_EVERY_S = 60.0
@@ -231,7 +233,7 @@ class TorchSession:
         self._error = GroupError(f"session `{self._label}` has failed")
         poster = threading.Thread(target=self._post_failure, args=(error,), daemon=True)
         poster.start()
-        poster.join(_SILENCE_S)
+        poster.join(_POST_S)
 
     def _bounded(self, kind: str, work: Callable[[str, float], Any], timeout: float) -> Any:
         """Do one operation in a thread, which is abandoned if the store does not answer.
@@ -261,15 +263,16 @@ class TorchSession:
         threading.Thread(target=run, name=f"reshard {self._label}: {name}", daemon=True).start()
         result: Any = None
         error: BaseException | None
-        end = max(deadline, time.monotonic()) + _SILENCE_S
+        wait_s, asked_at, n_silent, n_late = deadline - time.monotonic(), 0.0, 0, 0
         while True:
             try:
-                result, error = ended.get(timeout=max(end - time.monotonic(), 0.0))
+                result, error = ended.get(timeout=max(wait_s, _LOOK_S))
                 break
             except queue.Empty:
-                # If a request was sent since, the one before it was answered: the store is not silent.
-                before, end = end, min(self._asked_at + _SILENCE_S, deadline + _LATE_S)
-                if end > before:
+                # If a request was sent since the last look, the one before it was answered: the store is not silent.
+                n_silent = n_silent + 1 if self._asked_at == asked_at else 0
+                wait_s, asked_at, n_late = _LOOK_S, self._asked_at, n_late + 1
+                if n_silent < _SILENT_LOOKS and n_late < _LATE_LOOKS:
                     continue
                 self._is_abandoned = True
                 error = GroupError(
