@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -15,7 +16,7 @@ from tests.helpers.object_stores import KilledError, MemoryObjects, Schedule, Sc
 from tests.helpers.small_saves import N_RANKS, common_content, save, shard_content, shard_name, write_files
 
 from reshard._core import PutNew
-from reshard.commit import claims, leases, log, log_records, protocol, roots
+from reshard.commit import claims, leases, log, log_claims, log_records, protocol, roots
 from reshard.commit.log_records import Gone, Live, Record, SupersededError, decode, encode, record_name
 from reshard.commit.session import sessions
 from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError, UnsupportedError
@@ -247,6 +248,31 @@ def test_a_claim_that_was_replaced_meanwhile_removes_nothing_of_the_next(monkeyp
     assert (root / one.name / "manifest.json").exists()
 
 
+def test_a_claim_is_looked_at_again_after_the_process_that_watches_it_was_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = Location(MemoryObjects(), "run")
+    save(root, 1)
+    claims.release(root)
+    elsewhere = {"host": "elsewhere", "boot_id": "x", "pid_namespace": "y", "pid": 1, "started": 1}
+    made = log_records.claimed(log.next_record(log.head_of(root), "claim"), elsewhere)
+    assert log.create(root, made)
+    now, n_looks, look = 0.0, 0, log_claims._beat
+
+    def beat(*args: Any) -> Any:
+        nonlocal now, n_looks
+        found, n_looks = look(*args), n_looks + 1
+        if n_looks == 2:  # it is suspended here, while the other process goes on
+            now += 2 * log_claims._WATCH_SECONDS
+            (root / log_claims.WRITERS_FOLDER / str(made.n)).replace('{"host":"elsewhere","pid":1}')
+        return found
+
+    monkeypatch.setattr(log_claims, "_beat", beat)
+    monkeypatch.setattr(log_claims, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda _: None))
+    with pytest.raises(ClaimedError, match="process `1` on host `elsewhere`, which is alive"):
+        save(root, 2)
+
+
 def test_a_writer_that_was_replaced_publishes_nothing() -> None:
     store = MemoryObjects()
     first, second = Location(store, "run"), Location(other_connection(store), "run")
@@ -303,7 +329,8 @@ def test_leases_are_written_again_while_they_are_held(monkeypatch: pytest.Monkey
     written = [name for name, _ in store.below("run/readers")]
     assert len(written) == 2
     store.remove_files([f"run/readers/{name}" for name in written])
-    deadline = time.monotonic() + 30
+    leases._wake.set()  # the thread may be that of a lease that was not closed before, and wait for a minute
+    deadline = time.monotonic() + 60
     while {name for name, _ in store.below("run/readers")} != set(written):
         assert time.monotonic() < deadline, "nobody has written the leases again"
         time.sleep(0.01)

@@ -213,9 +213,10 @@ def _watch(root: Location, head: Record) -> bool:
         owners.describe(dict(head.owner)),
         _WATCH_SECONDS,
     )
-    first, deadline = _beat(root, head.generation), time.monotonic() + _WATCH_SECONDS
-    while time.monotonic() < deadline:
+    first, deadline, is_last = _beat(root, head.generation), time.monotonic() + _WATCH_SECONDS, False
+    while not is_last:
         time.sleep(min(_LOOK_SECONDS, _WATCH_SECONDS / 10))
+        is_last = time.monotonic() >= deadline  # one look after it: this process may have been suspended since the last
         if _beat(root, head.generation) != first:
             owner = owners.read_owner(_file(root, head.generation))
             return owner is not None and owner.get("released") is True
