@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import signal
@@ -158,6 +159,14 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def _quick_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No save takes so long that it has events `writing`, for tests that compare all events."""
+    from reshard.values import events
+
+    monkeypatch.setattr(events, "_PROGRESS_SECONDS", math.inf)
 
 
 @pytest.fixture(scope="session")

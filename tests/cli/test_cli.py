@@ -131,14 +131,13 @@ def test_long_keys_are_folded_at_dots(key: str, width: int, expected: str) -> No
 
 
 @pytest.mark.slow(disk=False)
-def test_demo_from_start_to_end() -> None:
-    before = set(Path("/tmp").glob("reshard-demo-*"))
-    code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": "/tmp"})
+def test_demo_from_start_to_end(tmp_path: Path) -> None:
+    code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "all 39 tensors equal, byte for byte, after each step"
     for step in ("make", "shard TP2 x PP2", "reshard TP4", "merge"):
         assert re.search(rf"^{re.escape(step)} .* [KM]iB .* s\b", out, re.MULTILINE)
-    assert set(Path("/tmp").glob("reshard-demo-*")) <= before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_demo_keeps_what_it_is_asked_to_keep(tmp_path: Path) -> None:

@@ -477,16 +477,18 @@ def test_a_key_of_a_layout_file_is_no_option(tmp_path: Path) -> None:
 def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, tmp_path: Path) -> None:
     reshard.convert(root, tmp_path / "m.safetensors")
 
+    reader, writer = os.pipe()
+
     def hold() -> None:
         claims.hold(locate(root))
-        time.sleep(60)
+        os.write(writer, b".")
+        time.sleep(600)
 
     child = small_saves.fork(hold)
+    os.close(writer)
     try:
-        while not list((root / ".writers").iterdir()) or not claims.is_alive(
-            locate(root), claims._generations(locate(root) / ".writers")[-1]
-        ):
-            time.sleep(0.05)
+        assert os.read(reader, 1) == b"."
+        os.close(reader)
         with pytest.raises(ClaimedError) as caught:
             reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
         assert caught.value.hint == "end that job or give this one another root"

@@ -7,6 +7,7 @@ import datetime as dt
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -27,6 +28,8 @@ from reshard.values.events import Event
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("_quick_saves")
 
 
 def save(root: Path, iteration: int, **options: Any) -> None:
@@ -96,8 +99,8 @@ def test_a_damaged_newest_iteration_is_not_the_newest_complete_one(tmp_path: Pat
         save(root, iteration)
     watch = Watch(str(root))
     assert watch.look()[0].newest.iteration == 2  # type: ignore[union-attr]
-    time.sleep(0.02)  # times of folders have steps of some milliseconds
     (root / "iteration_00000002" / "common.json").unlink()
+    os.utime(root / "iteration_00000002", (5, 5))  # the times of some file systems have long steps
     state, _ = watch.look()
     assert state.newest is not None
     assert state.newest.iteration == 1
@@ -133,9 +136,8 @@ def test_the_save_in_progress_with_its_progress(tmp_path: Path) -> None:
         assert state.in_flight is not None
         assert (state.in_flight.iteration, state.in_flight.stage, state.in_flight.is_alive) == (200, "begun", True)
         logged(root, "writing", 200, n_bytes=1 << 20, total_bytes=4 << 20)
-        assert "iteration 200, begun 1 s ago: 25%, 1.00 MiB of 4.00 MiB written on rank 0" in run(
-            "watch", root, "--once"
-        ).stdout.replace("begun 0 s", "begun 1 s")
+        page = run("watch", root, "--once").stdout
+        assert re.search(r"iteration 200, begun \d+ s ago: 25%, 1\.00 MiB of 4\.00 MiB written on rank 0", page)
         assert all(event.kind != "writing" for event in watch.look()[0].events)
     finally:
         protocol.abandon(attempt)

@@ -43,7 +43,7 @@ def save(root: Path, iteration: int, **options: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget(_quick_saves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_warned", set())
 
 
@@ -191,6 +191,7 @@ def test_a_function_that_fails_is_logged_once_and_breaks_nothing(
 def test_progress_is_an_event_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Event] = []
     clock = [0.0]
+    monkeypatch.setattr(events, "_PROGRESS_SECONDS", 1.0)
     monkeypatch.setattr("reshard.values.events.time.monotonic", lambda: clock[0])
     passed: list[tuple[int, int]] = []
     progress = Observers.of(seen.append).progress(7, lambda *both: passed.append(both))

@@ -376,6 +376,7 @@ class Running:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the store's complaints
         try:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # gloo fails on a rank that is not ready when another one ends
             world_size = job.life.world_size
             store = c10d.TCPStore("127.0.0.1", job.port, world_size, is_master=False, wait_for_workers=False)
             own = c10d.PrefixStore(f"{job.root} {job.first_version} {job.life.number}", store)

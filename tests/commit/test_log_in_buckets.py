@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import signal
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -18,6 +18,7 @@ import pytest
 from tests.helpers.bucket_runs import arrays, check, iterations, run, train
 from tests.helpers.small_saves import fork
 from tests.helpers.threads import in_threads
+from tests.servers.killed import is_killed, nth_change
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 
@@ -193,18 +194,6 @@ def test_what_needs_renames_is_refused_by_name(url: str, s3: S3Server) -> None:
         Checkpointer(url, format="checkpoint1")
 
 
-def changes(proxy: Proxy, stop: int, pid: list[int]) -> None:
-    """Kill the process `pid` at the change with this number."""
-    seen = itertools.count()
-
-    def before(method: str, path: str) -> None:
-        if method in ("PUT", "POST", "DELETE") and pid and next(seen) == stop:
-            os.kill(pid[0], signal.SIGKILL)
-            raise ConnectionAbortedError  # the request does not arrive, or else it would later than what follows
-
-    proxy.before = before
-
-
 @pytest.mark.slow
 def test_killed_at_every_request_of_a_save(proxy: Proxy, url: str) -> None:
     outcomes: list[int] = []
@@ -213,12 +202,7 @@ def test_killed_at_every_request_of_a_save(proxy: Proxy, url: str) -> None:
         for iteration in (100, 200):
             save(root, iteration)
         protocol.release()
-        pid: list[int] = []
-        changes(proxy, number, pid)
-        child = fork(lambda root=root: save(root, 300, keep=2).iteration)  # type: ignore[misc]
-        pid.append(child.pid)
-        was_killed = child.result(60) is None
-        proxy.before = None
+        was_killed = is_killed(proxy, partial(save, root, 300, keep=2), nth_change(number))
         with reshard.open(root) as opened:
             found = opened.iteration
         assert found is not None

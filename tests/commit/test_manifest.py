@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -383,6 +384,7 @@ def n_handles() -> int:
 def test_no_handle_is_left_open(folder: Path) -> None:
     manifest = make(folder)
     manifests.write(locate(folder), manifest)
+    gc.collect()  # files of objects of other tests are not closed in between
     before = n_handles()
     (folder / "common.json").write_bytes(b"!")
     for act in (
@@ -432,6 +434,7 @@ def test_a_folder_that_is_renamed_away_while_it_is_locked_is_no_longer_there(
         real(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", rename_then_lock)
+    gc.collect()  # files of objects of other tests are not closed in between
     before = n_handles()
     with pytest.raises(CheckpointNotFoundError, match="was removed while it was opened"):
         manifests.read_lock(locate(folder))

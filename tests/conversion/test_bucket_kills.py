@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.servers.killed import is_killed, nth_change
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 
@@ -85,33 +86,16 @@ def target_of(conversion: str) -> Location:
 
 
 def convert_in_child(
-    proxy: Proxy, source: Path, target: Location, options: dict[str, Any], kill_at: tuple[int, str]
+    proxy: Proxy,
+    source: Path,
+    target: Location,
+    options: dict[str, Any],
+    kill_at: tuple[int, str],
 ) -> bool:
     """Convert in a child that is killed at a change; returns whether it ended before that one."""
-    at, when = kill_at
-    child = multiprocessing.get_context("fork").Process(
-        target=reshard.convert, args=(source, str(target)), kwargs=options, daemon=True
-    )
-    requests = itertools.count()
-    reached = False
-
-    def kill(method: str, path: str) -> None:
-        nonlocal reached
-        if method not in ("GET", "HEAD") and next(requests) == at:
-            reached = True
-            child.kill()
-            child.join(30)
-            raise ConnectionAbortedError  # the proxy passes nothing on, neither the request nor the answer
-
-    if when == "after":
-        proxy.after = kill
-    else:
-        proxy.before = kill
-    child.start()
-    child.join(60)
-    proxy.before = proxy.after = None
-    assert reached or child.exitcode == 0, child.exitcode
-    return not reached
+    number, when = kill_at
+    convert = partial(reshard.convert, source, str(target), **options)
+    return not is_killed(proxy, convert, nth_change(number), when=when)
 
 
 _SOME = [pytest.param(one, marks=() if one == "several" else pytest.mark.slow) for one in CONVERSIONS]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from tests.servers.killed import is_killed, nth_change
 from tests.servers.proxy import Proxy, before_server
 from tests.servers.s3 import BUCKET
 
@@ -320,9 +321,11 @@ def test_a_share_that_was_written_and_published_by_another_process_is_done(
     target, how = target_of(folder, "pt"), DESTINATIONS["pt"]
     assert reshard.convert(source, str(target), share=(0, 2), **how).pending == (1,)
 
+    first = threading.Semaphore()  # of parts that are sent at the same time
+
     def publish(method: str, path: str) -> None:
         wanted = "share-1.json" if moment == "after the last part" else "block|partNumber"
-        if method == "PUT" and re.search(wanted, unquote(path)):
+        if method == "PUT" and re.search(wanted, unquote(path)) and first.acquire(blocking=False):
             proxy.before = None
             assert reshard.convert(source, str(target), share=(1, 2), **how).pending == ()
 
@@ -442,26 +445,13 @@ def report_or_refusal(write: Callable[[], reshard.ConvertReport]) -> reshard.Con
 
 def killed_at(proxy: Proxy, rng: random.Random, work: Callable[[], object]) -> bool:
     """Do work in a child that is killed at a random change, before or after the service has got it."""
-    number, is_after, changes, is_killed = rng.randrange(9), rng.random() < 0.5, itertools.count(), False
-    child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    number, is_after = rng.randrange(9), rng.random() < 0.5
 
-    def kill(method: str, path: str) -> None:
-        del path
-        nonlocal is_killed
-        if method not in ("GET", "HEAD") and next(changes) == number:
-            is_killed = True
-            child.kill()
-            child.join(30)
-            raise ConnectionAbortedError
+    def act() -> None:
+        with contextlib.suppress(DestinationExistsError):
+            work()
 
-    if is_after:
-        proxy.after = kill
-    else:
-        proxy.before = kill
-    child.start()
-    child.join(60)
-    proxy.before = proxy.after = None
-    return is_killed
+    return is_killed(proxy, act, nth_change(number), when="after" if is_after else "before")
 
 
 def test_parts_that_are_not_those_of_the_file_are_refused(folder: Location, source: Path) -> None:

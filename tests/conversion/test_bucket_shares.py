@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from tests.helpers.ranks import Job
 from tests.helpers.small_saves import fork
+from tests.servers.killed import is_killed
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 
@@ -462,22 +462,7 @@ def _share_with_fault(proxy: Proxy, source: Path, target: Location, at: tuple[in
         is_over = proxy.faults[0].times == 0
         proxy.faults = []
         return -1 if is_over else number - next(changes)
-    child = multiprocessing.get_context("fork").Process(target=share, args=(source, target, index), daemon=True)
-    is_killed = False
-
-    def kill(method: str, path: str) -> None:
-        nonlocal is_killed
-        if is_it(method, path):
-            is_killed = True
-            child.kill()
-            child.join(30)
-            raise ConnectionAbortedError  # the request does not arrive
-
-    proxy.before = kill
-    child.start()
-    child.join(60)
-    proxy.before = None
-    if not is_killed:
+    if not is_killed(proxy, lambda: share(source, target, index), is_it):
         return number - next(changes)
     whole = is_whole(target)
     refusal = None

@@ -10,11 +10,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.conversion.destinations import KINDS, W, snapshot
+from tests.helpers.interrupts import interrupt
 from tests.helpers.threads import in_threads
 
 import reshard
@@ -551,11 +550,12 @@ def test_damage_in_the_source_leaves_nothing(tmp_path: Path) -> None:
 
 
 def started(big: Path, target: Path, options: Any) -> subprocess.Popen[bytes]:
-    """A conversion in a process of its own, once it has begun to write."""
+    """A conversion in a process of its own, once it has begun to write. It does not end before a signal comes."""
     code = """
-    import json, sys, reshard
+    import json, sys, time, reshard
     def progress(done, total):
         if done: print("go", flush=True)
+        if done > total // 2: time.sleep(600)
     reshard.convert(sys.argv[1], sys.argv[2], progress=progress, **json.loads(sys.argv[3]))
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(big), str(target), json.dumps(options)]
@@ -569,15 +569,7 @@ def started(big: Path, target: Path, options: Any) -> subprocess.Popen[bytes]:
 @every_kind
 def test_ctrl_c_stops_at_once_and_leaves_nothing(big: Path, tmp_path: Path, name: str, options: Any) -> None:
     process = started(big, tmp_path / name, {**options, "commit": {"durable": False}})
-    begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    try:
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert time.monotonic() - begun < 10  # less than one on an idle machine
-    assert process.returncode in (-signal.SIGINT, 130)
-    assert b"KeyboardInterrupt" in errors
+    assert interrupt(process) < 1  # at a load of 100 it was 0.4
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from tests.helpers.memory import peak_mib
 from tests.servers.proxy import Fault, Proxy
 from tests.servers.s3 import BUCKET
 
@@ -393,20 +393,8 @@ def test_the_command_line_converts_into_a_bucket(s3: S3Server, tmp_path: Path) -
 def test_memory_is_bounded_and_too_little_is_an_error(s3: S3Server, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/bounded-{os.getpid()}/w.safetensors"
     reshard.save_file({"w": np.zeros(400_000_000, np.uint8)}, tmp_path / "w.safetensors")
-    code = f"""
-        import resource, reshard
-        def peak():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        reshard.convert({str(tmp_path / "w.safetensors")!r}, {str(tmp_path / "copy.safetensors")!r}, memory="64MiB")
-        before = peak()
-        reshard.convert({str(tmp_path / "w.safetensors")!r}, {url!r}, memory="128MiB")
-        print(peak() - before)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, env=dict(os.environ)
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 128 << 20
+    code = "import sys, reshard\nreshard.convert(*sys.argv[1:], memory='128MiB', progress=look)"
+    assert 16 < peak_mib(code, tmp_path / "w.safetensors", url) < 128 + 64  # with the interpreter
     with pytest.raises(ArgumentError, match="expected at least 37748736"):
         reshard.convert(tmp_path / "w.safetensors", f"{url}.safetensors", memory="32MiB")
     assert locate(f"{url}.safetensors").kind() is None

@@ -76,11 +76,13 @@ class Schedule:
     def run(self, actors: Sequence[Callable[[], None]], check: Callable[[], None]) -> int:
         """Run actors to their end, and call `check` after each request. Returns the number of requests."""
         threads = [threading.Thread(target=self._act, args=(actor,), daemon=True) for actor in actors]
+        order: list[int] = []  # not that in which they come to wait, which no seed repeats
         with self._turn:
             for thread in threads:
                 thread.start()
                 assert thread.ident is not None
                 self._running.add(thread.ident)
+                order.append(thread.ident)
             n_steps = 0
             while self._running:
                 if not self._turn.wait_for(lambda: self._running <= self._waiting.keys(), timeout=20):
@@ -89,7 +91,7 @@ class Schedule:
                     break
                 if self.late and self.random.random() < 0.1:
                     self.late.pop(self.random.randrange(len(self.late)))()
-                chosen = self.random.choice(sorted(self._waiting, key=list(self._waiting).index))
+                chosen = self.random.choice([one for one in order if one in self._waiting])
                 self._waiting[chosen] = True
                 self._turn.notify_all()
                 self._turn.wait_for(partial(self._has_gone_on, chosen))

@@ -208,6 +208,7 @@ class Job:
         faulthandler.register(signal.SIGQUIT, handle)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # gloo fails on a rank that is not ready when another one ends
         try:
             dist.init_process_group("gloo", store=connect(), rank=rank, world_size=world_size)
             group = resolve()

@@ -167,6 +167,7 @@ def test_resumes(tmp_path: Path, case: str) -> None:
     check_resumes(tmp_path, **CASES[case])
 
 
+@pytest.mark.usefixtures("_quick_saves")
 def test_a_damaged_newest_iteration_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = run(tmp_path / "whole")
     run(tmp_path / "torn", stop=17)

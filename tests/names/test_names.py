@@ -479,7 +479,7 @@ names = {"rules": [
 turns = {"rules": [{"from": ["layers.%d.weight" % (2 * n + k) for k in (0, 1)], "to": "fused.%d" % n, "join": 0,
                     "turns": [64, 64]} for n in range(int(sys.argv[2][-4:]) // 48)]}
 reshard.convert(source, target, names=turns if "turns" in target else names, memory="32MiB",
-                commit={"durable": False}, threads=2)
+                commit={"durable": False}, progress=look, threads=2)
 """
 
 
@@ -559,7 +559,7 @@ import sys, reshard
 source, target, names, config = sys.argv[1:]
 layout = {"mesh": {"tp": 3}, "rules": [{"match": "*linear_fc1*", "cut": ["tp"], "uneven": "ceil"}, {"match": "*"}]}
 reshard.convert(source, target, names=names, config=config, layout=None if "reverse" in names else layout,
-                memory="64MiB", commit={"durable": False}, threads=2)
+                memory="64MiB", commit={"durable": False}, threads=2, progress=look)
 """
 
 

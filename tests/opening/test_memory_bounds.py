@@ -1,7 +1,7 @@
 """How much memory and time the package takes by itself: bounds that a user of a small machine relies on.
 
-Peaks are those of private memory (`RssAnon`: heap, stacks, anonymous maps, and what was written to private maps), read
-from outside while a process of its own does the work. Maps of the source are not counted: they are page cache.
+Peaks are those of private memory (`RssAnon`: heap, stacks, anonymous maps, and what was written to private maps) of a
+process of its own, which does the work. Maps of the source are not counted: they are page cache.
 """
 
 import json
@@ -24,7 +24,8 @@ COLUMNS_TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": [None, "tp"]}]
 CONVERT = """
 import json, sys, reshard
 source, target, layout = sys.argv[1:]
-reshard.convert(source, target, layout=json.loads(layout), memory="32MiB", commit={"durable": False}, threads=2)
+reshard.convert(source, target, layout=json.loads(layout), memory="32MiB", commit={"durable": False}, threads=2,
+                progress=look)
 """
 
 
@@ -54,7 +55,7 @@ import json, sys, reshard
 source, method, layout = sys.argv[1:]
 layout = json.loads(layout)
 with reshard.open(source, method=method) as checkpoint:
-    checkpoint.load(layout, rank=None if layout is None else 1, threads=2)
+    checkpoint.load(layout, rank=None if layout is None else 1, threads=2, progress=look)
 """
 
 
@@ -121,14 +122,10 @@ OPENS = {
     "load_file of a key": "n = len(reshard.open(sys.argv[1]).load(keys=['000001', '000002'])) + 599_998",
 }
 OPEN = """
-import sys, time, numpy, reshard
+import sys, numpy, reshard
 from reshard import _core, interop, opening
-def anonymous():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
-before = anonymous()
 {program}
 assert n == 600_000, n
-print(before)
 """
 
 

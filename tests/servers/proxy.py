@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import ssl
@@ -50,6 +52,7 @@ class Proxy:
         before: called with method and path before a request is passed on.
         after: called with method and path once the server has answered a request.
         corrupts: whether one bit of the body of a request is changed before it is passed on.
+        connections: those that are open, by the address of the client.
     """
 
     endpoint: str
@@ -59,6 +62,30 @@ class Proxy:
     after: Callable[[str, str], None] | None = None
     corrupts: Callable[[str, str], bool] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    connections: dict[tuple[str, int], socket.socket] = field(default_factory=dict)
+
+    def wait_for_the_dead(self) -> None:
+        """Wait until all is passed on that clients have sent which are gone."""
+        deadline = time.monotonic() + 600
+        with socket.create_connection(("127.0.0.1", int(self.endpoint.rpartition(":")[2]))) as last:
+            address = last.getsockname()  # it is accepted after those that came before
+            while address not in self.connections or self._is_one_gone():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+    def _is_one_gone(self) -> bool:
+        """Whether a connection is open whose client has sent more, or has closed it."""
+        with self.lock:
+            connections = list(self.connections.values())
+        for connection in connections:
+            try:
+                connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            return True
+        return False
 
     def fetched_bytes(self, suffix: str) -> int:
         """The bytes of all answers to GET for objects with this ending."""
@@ -93,8 +120,8 @@ def before_server(port: int, tls: ssl.SSLContext | None = None) -> Iterator[Prox
 
         def _pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if proxy.before is not None:
-                proxy.before(self.command, self.path)
+            if (before := proxy.before) is not None:  # a test can end it meanwhile
+                before(self.command, self.path)
             fault = proxy.take_fault(self.command, self.path)
             if fault is not None and fault.status is not None:
                 self._fail(fault)
@@ -107,8 +134,8 @@ def before_server(port: int, tls: ssl.SSLContext | None = None) -> Iterator[Prox
                     body = body[:-1] + bytes([body[-1] ^ 1])
                 connection.endheaders(body or None)
                 response = connection.getresponse()
-                if proxy.after is not None:
-                    proxy.after(self.command, self.path)
+                if (after := proxy.after) is not None:
+                    after(self.command, self.path)
                 if fault is not None and fault.is_lost:
                     response.read()
                     self.close_connection = True
@@ -162,6 +189,16 @@ def before_server(port: int, tls: ssl.SSLContext | None = None) -> Iterator[Prox
     class Server(ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            with proxy.lock:
+                proxy.connections[client_address] = request
+            super().process_request(request, client_address)
+
+        def close_request(self, request: Any) -> None:
+            with proxy.lock:
+                proxy.connections = {address: one for address, one in proxy.connections.items() if one is not request}
+            super().close_request(request)
 
         def handle_error(self, *_: object) -> None:
             """A client that closes a connection is no error."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from tests.helpers.ranks import Job
+from tests.servers.killed import is_killed
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 from torch import nn
@@ -158,23 +158,7 @@ def _export_with_fault(
         warnings = export(target, report, 1)
         proxy.faults = []
         return warnings, fault.times == 1
-    child = multiprocessing.get_context("fork").Process(target=export, args=(target, report, 1), daemon=True)
-    is_killed = False
-
-    def kill(method: str, path: str) -> None:
-        nonlocal is_killed
-        if is_it(method, path):
-            is_killed = True
-            child.kill()
-            child.join(30)
-            raise ConnectionAbortedError  # the request does not arrive
-
-    proxy.before = kill
-    child.start()
-    child.join(60)
-    proxy.before = None
-    assert is_killed or child.exitcode == 0
-    return [], not is_killed
+    return [], not is_killed(proxy, lambda: export(target, report, 1), is_it)
 
 
 @pytest.mark.parametrize("whose", ["the run's", "the user's"])

@@ -8,14 +8,15 @@ import logging
 import os
 import re
 import shutil
-import signal
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from tests.helpers.small_saves import fork
+from tests.servers.killed import is_killed, nth_change
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 
@@ -450,8 +451,11 @@ def test_after_an_error_of_one_save_the_others_are_copied(
     save(root, 1, 2)
     is_local = isinstance(error, StorageError)
 
+    failed = threading.Event()
+
     def fail(folder: Location, *given: Any, **how: Any) -> Any:
         if folder.name == "iteration_00000001" and failing:
+            failed.set()
             raise StorageError("a bad sector", path=f"{folder}/x") if is_local else error
         return copy_iteration(folder, *given, **how)
 
@@ -459,7 +463,8 @@ def test_after_an_error_of_one_save_the_others_are_copied(
     monkeypatch.setattr(mirror, "copy_iteration", fail)
     one = copier(root, url)
     one.start()
-    _until(lambda: bool(copied(url)) if is_local else not one._is_wanted)
+    assert failed.wait(60)
+    _until(lambda: bool(copied(url)) or not is_local)
     assert copied(url) == ([2] if is_local else [])
     save(root, 3)
     one.saved(3)
@@ -571,18 +576,6 @@ def test_what_cannot_be_mirrored_is_refused(url: str, tmp_path: Path, s3: S3Serv
         Run(tmp_path / "d", f"{url}-plain")
 
 
-def changes(proxy: Proxy, stop: int, pid: list[int]) -> None:
-    """Kill the process `pid` at the change with this number."""
-    seen = itertools.count()
-
-    def before(method: str, path: str) -> None:
-        if method in ("PUT", "POST", "DELETE") and pid and next(seen) == stop:
-            os.kill(pid[0], signal.SIGKILL)
-            raise ConnectionAbortedError
-
-    proxy.before = before
-
-
 def mirror_all(root: Path, url: str) -> list[int]:
     one = copier(root, {"url": url, "keep": 2})
     one.start()
@@ -599,12 +592,7 @@ def test_killed_at_any_request_of_a_copy(proxy: Proxy, url: str, tmp_path: Path)
         mirror_all(tmp_path / "run", copies)
         save(tmp_path / "run", 400, 500)
         protocol.release()
-        pid: list[int] = []
-        changes(proxy, number, pid)
-        child = fork(lambda copies=copies: mirror_all(tmp_path / "run", copies))  # type: ignore[misc]
-        pid.append(child.pid)
-        was_killed = child.result(60) is None
-        proxy.before = None
+        was_killed = is_killed(proxy, partial(mirror_all, tmp_path / "run", copies), nth_change(number))
         with reshard.open(copies) as opened:
             newest = opened.iteration or 0
         assert newest in ((300, 400, 500) if was_killed else (500,))

@@ -396,6 +396,7 @@ def failure(call: Any, *arguments: Any, **keywords: Any) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_quick_saves")
 def test_saves_report_events(tmp_path: Path) -> None:
     seen: list[Any] = []
     root = tmp_path / "run"
@@ -418,6 +419,7 @@ def test_saves_report_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(disk=False)
+@pytest.mark.usefixtures("_quick_saves")
 def test_two_ranks_save_and_another_number_of_ranks_loads(tmp_path: Path) -> None:
     whole = torch.arange(35.0).reshape(5, 7)
 
