@@ -167,6 +167,25 @@ def test_every_rank_compares_its_part_of_the_bytes(run: Path) -> None:
     assert sum(sizes) == sum(file.stat().st_size for file in run.glob("*/*.safetensors"))
 
 
+def test_what_is_to_be_done_is_sent_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LedRanks, "n_shares", lambda *_: 6)
+    scrubbing = vars(verifications)["_scrubbing"]
+
+    def work(group: TorchGroup) -> Any:
+        received: list[Any] = []
+
+        def noted(sent: Any) -> Any:
+            received.append(sent)
+            return scrubbing(sent)
+
+        vars(verifications)["_scrubbing"] = noted
+        assert reshard.verify(run, on=LedRanks(group)).ok
+        return [len(one.own) for one in received]
+
+    with Job(2, work) as job:
+        assert job.values() == [[4], [4]]  # of four files
+
+
 @pytest.mark.slow(disk=False)
 def test_rank_0_counts_once_what_each_rank_has_fetched(run: Path) -> None:
     def work(group: TorchGroup) -> Any:
@@ -256,7 +275,7 @@ def test_a_rank_that_cannot_begin_is_an_error_on_all(run: Path) -> None:
 
         if group.rank == 1:
             vars(verifications)["_scrubbing"] = fail
-        with pytest.raises(reshard.errors.ReshardError, match="rank 1: RuntimeError: no such work"):
+        with pytest.raises(reshard.errors.ReshardError, match=r"rank 1: on host `.*`: RuntimeError: no such work"):
             reshard.verify(run, on=ranks)
         return ranks.is_told
 
@@ -358,7 +377,8 @@ def test_a_rank_that_sees_another_save_is_an_error_on_all(run: Path) -> None:
     with Job(2, work) as job:
         said = job.outcomes()
     assert [one and one["error"] for one in said] == ["MismatchError"] * 2
-    assert all(one and "rank 1: " in one["text"] and "holds another save here" in one["text"] for one in said)
+    host = f"rank 1: on host `{socket.gethostname()}`: "
+    assert all(one and host in one["text"] and "holds another save here" in one["text"] for one in said)
 
 
 def test_rank_0_serves_the_store_where_the_launcher_does_not(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

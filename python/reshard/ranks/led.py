@@ -12,7 +12,7 @@ import importlib
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ from reshard.ranks.messages import decode, encode
 from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.ranks.torch_group import TorchGroup
 from reshard.values.fetched import add_fetched, fetched_here
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ _TORCHRUN_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
 
 @dataclass(frozen=True)
 class _Order:
-    """What rank 0 gives out: one share for each rank, as far as there are."""
+    """What rank 0 gives out: one share for each rank, as far as there are. The message comes with the first ones."""
 
     message: Any
     first_share: int
@@ -86,13 +87,17 @@ class LedRanks:
         """See `Place.run`. Called on rank 0 only; the others are in `led`."""
         message, results = encode(work.message), []
         for first in range(0, n_shares, self.group.world_size):
-            order = _Order(message, first, n_shares)
+            order = _Order(None if first else message, first, n_shares)
             self._channel.broadcast({"order": encode(order)}, timeout=self.timeout)
             with self._ending():
                 own = self._do(lambda _: work, order)
                 reports = self._channel.gather(encode(own), timeout=self.timeout)
             all_done = [decode(ShareDone, one) for one in reports or []]
-            failed = {rank: one.error for rank, one in enumerate(all_done) if one.error is not None}
+            failed = {
+                rank: replace(one.error, message=f"on host {show(one.host)}: {one.error.message}")
+                for rank, one in enumerate(all_done)
+                if one.error is not None
+            }
             if failed:
                 error = joint_error(failed)
                 if isinstance(error, FileNotFoundError):
@@ -134,8 +139,12 @@ class LedRanks:
             self._say_last(told)
             return made
 
+        given: list[Work[Any]] = []
+
         def sent(text: Any) -> Work[Any]:
-            return work(decode(message, text))
+            if text is not None:
+                given[:] = [work(decode(message, text))]
+            return given[0]
 
         with self._ending():
             while True:
