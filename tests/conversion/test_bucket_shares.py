@@ -327,6 +327,34 @@ def test_a_share_that_another_one_overtakes_while_it_takes_over_joins_it(
     assert objects_of(target) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_claim_is_read_once_however_many_files_there_are(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path
+) -> None:
+    """It has the names of all files."""
+    target, proxy = bucket
+    n_read = []
+    for size in (1000, 1_000_000):
+        proxy.log.clear()
+        report = reshard.convert(source, f"{target}-{size}", to="huggingface", max_shard_size=size)
+        assert report.n_files >= (4 if size == 1000 else 1)
+        n_read.append(sum("convert.staging" in unquote(path) for method, path, *_ in proxy.log if method == "GET"))
+    assert n_read[0] == n_read[1] > 0
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_folder_is_not_listed_for_a_share_that_is_not_written_yet(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path
+) -> None:
+    target, proxy = bucket
+    reshard.convert(source, str(target), share=(0, 3), **TARGETS["huggingface"])
+    proxy.log.clear()
+    reshard.convert(source, str(target), share=(1, 3), **TARGETS["huggingface"])
+    lists = [unquote(path) for method, path, *_ in proxy.log if method == "GET" and "prefix=" in path]
+    assert lists
+    assert not [path for path in lists if "delimiter=" not in path and "max-keys=1" not in path]
+
+
 @pytest.mark.slow(disk=False)
 def test_one_of_several_shares_takes_over_what_was_left(
     s3: S3Server, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch

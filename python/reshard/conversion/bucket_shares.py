@@ -38,7 +38,7 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardErr
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.conversion.buckets import BucketFolder
     from reshard.conversion.shares import Part, Share
@@ -154,7 +154,7 @@ class BucketShares:
 
     def own(self) -> ShareRecord | None:
         """The record of this share; None: there is none, or its files are not there as it says. Raises StorageError."""
-        return self._read(self.share.name, self.bucket.e_tags())
+        return self._read(self.share.name, self.bucket.e_tags)
 
     def missing(self) -> list[int]:
         """The shares that are not recorded yet."""
@@ -170,10 +170,11 @@ class BucketShares:
             DamagedFileError: a file is not there as it was written, or they have other files.
             StorageError: the service failed.
         """
-        there, found, parts = self.bucket.e_tags(), dict[str, WrittenObject](), dict[str, list[SentParts]]()
+        e_tags = self.bucket.e_tags()
+        found, parts = dict[str, WrittenObject](), dict[str, list[SentParts]]()
         for index in range(self.share.count):
             share = type(self.share)(index, self.share.count)
-            record = self._read(share.name, there)
+            record = self._read(share.name, lambda: e_tags)
             if record is None:
                 (self.folder / share.name).remove_file()
                 raise DamagedFileError(
@@ -228,7 +229,7 @@ class BucketShares:
         Raises:
             StorageError: the service failed.
         """
-        record = self._read(_PUBLISHED, self.bucket.e_tags())
+        record = self._read(_PUBLISHED, self.bucket.e_tags)
         if not (record and record.files) or self._json(_PUBLISHED).get("version") != _core.__version__:
             return False
         return record.files.keys() >= set(names)
@@ -276,7 +277,8 @@ class BucketShares:
             kept = {_PUBLISHED} if is_published else set()
             store.remove_files([str(self.folder / name) for name in names if name not in kept])
 
-    def _read(self, name: str, there: Mapping[str, str]) -> ShareRecord | None:
+    def _read(self, name: str, e_tags: Callable[[], Mapping[str, str]]) -> ShareRecord | None:
+        """A record; None: there is none, or what is there is not what it says. A folder is only listed for files."""
         try:
             content = self._json(name)
             files = {name: WrittenObject(int(n_bytes), str(tag)) for name, (n_bytes, tag) in content["files"].items()}
@@ -288,6 +290,7 @@ class BucketShares:
             }
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None
+        there = e_tags() if files else {}
         is_there = all(there.get(name) == plain_e_tag(one.e_tag) for name, one in files.items())
         uploads = self.bucket.uploads
         is_sent = all(name in uploads and uploads[name].id == one.upload for name, one in parts.items())

@@ -49,7 +49,7 @@ from reshard.storage.remote import RemoteStore
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.storage.location import Location
 
@@ -122,6 +122,7 @@ class BucketFolder:
         self._store = bucket_of(target)
         self._commits = commits
         self._claims: list[_Claim] = []  # the last one is that of this conversion, and the others were taken over
+        self._first: Hashable = None  # the identity of the object of the first one
         self._names: list[str] = []
         self._written: dict[str, str] = {}
         self._left: frozenset[str] = frozenset()
@@ -323,9 +324,17 @@ class BucketFolder:
         """Whether the first claim is the one that it was, and none has taken over the last one."""
         if not self._claims:
             return False
-        first = _read_claim(self._home, _CLAIM)
-        is_same = first is not None and first.digest == self._claims[0].digest
-        return is_same and _read_claim(self._home, self._claims[-1].next_name) is None
+        try:
+            # A claim has the names of all files, and is looked at before each of them: it is read once.
+            found = (self._home / _CLAIM).stat().identity
+        except CheckpointNotFoundError:
+            return False
+        if found != self._first:
+            first = _read_claim(self._home, _CLAIM)
+            if first is None or first.digest != self._claims[0].digest:
+                return False
+            self._first = found
+        return _read_claim(self._home, self._claims[-1].next_name) is None
 
     def _remove_claims(self) -> None:
         # Without the first claim, the others count for nothing, nor does what is beside them.
@@ -577,9 +586,14 @@ def begin_uploads(target: Location, names: Collection[str], begun: dict[str, str
 
 def end_uploads(target: Location, uploads: Collection[tuple[str, str]]) -> None:
     """End uploads, by the name of the file and the ID. Never raises: rules of the bucket end what is left."""
-    for name, upload in uploads:
-        with contextlib.suppress(ReshardError):
-            bucket_of(target).end_upload(str(target / name), upload)
+    store, end = bucket_of(target), time.monotonic() + _CLEAN_UP_SECONDS
+
+    def end_one(one: tuple[str, str]) -> None:
+        with contextlib.suppress(ReshardError), store.ending_within(max(0.0, end - time.monotonic())):
+            store.end_upload(str(target / one[0]), one[1])
+
+    with ThreadPoolExecutor(_UPLOADS_AT_ONCE) as threads:
+        list(threads.map(end_one, uploads))
 
 
 def _claims_in(target: Location) -> list[_Claim]:
