@@ -544,7 +544,7 @@ def test_a_source_that_is_stale_is_no_lost_upload(
         raise StorageError("reading: Stale file handle", path=str(source / "model.safetensors"), errno=errno.ESTALE)
 
     with monkeypatch.context() as patched:
-        patched.setattr(destinations, "streamed", stale)
+        patched.setattr(destinations, "_streamed", stale)
         with pytest.raises(StorageError, match="Stale") as caught:
             reshard.convert(source, str(target), share=(1, 2))
         assert caught.value.hint is None
@@ -564,7 +564,7 @@ def test_a_service_that_does_not_answer_hides_no_lost_upload(
         monkeypatch.setattr(buckets.BucketFolder, "has_ended", down)
         raise StorageError("the unfinished upload was removed", path=str(target), errno=errno.ESTALE)
 
-    monkeypatch.setattr(destinations, "streamed", lost)
+    monkeypatch.setattr(destinations, "_streamed", lost)
     with pytest.raises(StorageError, match="the unfinished upload was removed"):
         reshard.convert(source, str(target), share=(1, 2))
 

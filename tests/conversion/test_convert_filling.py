@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import stat
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -270,6 +271,26 @@ def read(target: Path) -> float | str:
         return "refused"
     assert len(found) == 1, f"a mixture: {found}"
     return found.pop()
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_two_conversions_at_a_time_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    target, options = tmp_path / "out", MORE["more Hugging Face files"]
+    old, one, other = (written(tmp_path / f"{version}.safetensors", version) for version in (0, 10, 20))
+    reshard.convert(old, target, **options)
+    begun: list[Future[reshard.ConvertReport]] = []
+    with ThreadPoolExecutor(1) as thread:
+
+        def meanwhile() -> None:
+            begun.append(thread.submit(reshard.convert, other, target, overwrite=True, **options))
+            with suppress(TimeoutError):
+                begun[0].result(0.4)
+
+        at_move(monkeypatch, number, meanwhile, before=True)
+        reshard.convert(one, target, overwrite=True, **options)
+        assert begun[0].result().n_files > 1
+    assert read(target) == 20
+    assert not list(target.glob(".*"))
 
 
 class KilledError(Exception):

@@ -1,12 +1,15 @@
 """One conversion in several shares, by processes that know nothing of each other, or by the ranks of a group."""
 
+import contextlib
 import dataclasses
+import fcntl
 import inspect
 import json
 import os
+import stat
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tests.helpers.ranks import Job
 from tests.servers.doubles import running
 
 import reshard
+from reshard.commit import publication
 from reshard.conversion import destinations
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
 from reshard.ranks.group import TorchGroup
@@ -129,6 +133,20 @@ def test_shares_of_different_conversions_do_not_meet(
     assert all("has shares of another conversion" in one for one in warned)
 
 
+@pytest.mark.parametrize("end", ["", ".safetensors"])
+def test_a_destination_with_a_long_name(
+    tmp_path: Path, source: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (f"{'模' * 80}1{end}", f"{'模' * 80}2{end}"):  # 252 bytes with the ending
+        assert reshard.convert(source, tmp_path / "alone" / name).pending == ()
+        assert reshard.convert(source, tmp_path / name, share=(0, 2)).pending == (1,)
+    assert not caplog.records
+    for name in (f"{'模' * 80}1{end}", f"{'模' * 80}2{end}"):
+        assert reshard.convert(source, tmp_path / name, share=(1, 2)).pending == ()
+        assert reshard.diff(tmp_path / name, source).equal
+    assert debris(tmp_path) == []
+
+
 @pytest.mark.slow(disk=False)
 def test_the_last_share_publishes_if_another_process_that_publishes_ends_before(tmp_path: Path, source: Path) -> None:
     dst = tmp_path / "dst"
@@ -141,6 +159,50 @@ def test_the_last_share_publishes_if_another_process_that_publishes_ends_before(
     reshard.convert(source, tmp_path / "whole", **TARGETS[1])
     assert last.result().pending == ()
     assert (content(dst), debris(tmp_path)) == (content(tmp_path / "whole"), [])
+
+
+def test_of_two_hosts_that_have_all_shares_one_publishes(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst, lock, rename = tmp_path / "dst", fcntl.flock, vars(publication)["_rename"]
+    later: list[Future[reshard.ConvertReport]] = []
+
+    def as_of_nfs(handle: int, how: int) -> None:
+        """Threads are hosts: the lock of a folder is not seen on another one."""
+        if not stat.S_ISDIR(os.fstat(handle).st_mode):
+            lock(handle, how)
+
+    def meanwhile(*arguments: Any, **given: Any) -> None:
+        monkeypatch.setattr(publication, "_rename", rename)
+        later.append(thread.submit(reshard.convert, source, dst, share=(0, 2), **TARGETS[1]))
+        with contextlib.suppress(TimeoutError):
+            later[0].result(0.4)
+        rename(*arguments, **given)
+
+    monkeypatch.setattr(fcntl, "flock", as_of_nfs)
+    assert reshard.convert(source, dst, share=(0, 2), **TARGETS[1]).pending == (1,)
+    monkeypatch.setattr(publication, "_rename", meanwhile)
+    with ThreadPoolExecutor(1) as thread:
+        assert reshard.convert(source, dst, share=(1, 2), **TARGETS[1]).pending == ()
+        assert later[0].result().pending == ()
+    reshard.convert(source, tmp_path / "whole", **TARGETS[1])
+    assert (content(dst), debris(tmp_path)) == (content(tmp_path / "whole"), [])
+
+
+def test_a_share_that_others_publish_before_it_looks_is_not_pending(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst, record = tmp_path / "dst", vars(destinations)["write_record"]
+
+    def then_others(*arguments: Any, **given: Any) -> None:
+        record(*arguments, **given)
+        monkeypatch.setattr(destinations, "write_record", record)
+        assert reshard.convert(source, dst, share=(0, 2), **TARGETS[1]).pending == ()
+
+    assert reshard.convert(source, dst, share=(0, 2), **TARGETS[1]).pending == (1,)
+    monkeypatch.setattr(destinations, "write_record", then_others)
+    assert reshard.convert(source, dst, share=(1, 2), **TARGETS[1]).pending == ()
+    assert content(dst)
 
 
 ROOT, FOLDER, PADDED = TARGETS[0], TARGETS[1], {"to": "huggingface", "select": {"pad": {"b": "vocab_size"}}}
@@ -323,6 +385,18 @@ def test_ranks_of_a_group_each_write_their_share_and_all_learn_the_outcome(tmp_p
     with Job(2, work) as job:
         outcomes = job.outcomes()
     assert [outcome["error"] for outcome in outcomes if outcome] == ["DestinationExistsError"] * 2
+
+
+@pytest.mark.slow(disk=False)
+def test_ranks_that_plan_different_conversions_are_told(tmp_path: Path, source: Path) -> None:
+    def work(group: TorchGroup) -> list[object]:
+        dtype = ("bfloat16", "float16")[group.rank]
+        return list(reshard.convert(source, tmp_path / "dst", group=group, timeout=30, dtype=dtype).pending)
+
+    with Job(2, work) as job:
+        outcomes = job.outcomes()
+    assert [outcome["error"] for outcome in outcomes if outcome] == ["MismatchError"] * 2
+    assert not (tmp_path / "dst").exists()
 
 
 NAMES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")

@@ -14,11 +14,14 @@ import reshard
 from reshard.conversion import destinations, shares
 from reshard.errors import DamagedFileError, StorageError
 from reshard.storage.changes import make_folders
+from reshard.storage.local import LocalStore
 from reshard.storage.location import locate
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from reshard.storage.store import Stat
 
 NAMES = ("one.pt", "one.safetensors")
 
@@ -113,6 +116,23 @@ def test_a_folder_of_shares_that_was_removed_is_not_made_by_a_share(tmp_path: Pa
     (folder / ".cut" / token / "c").unlink()
     assert shares.made_once(locate(folder), ["a/b", "c"], mode=0o640, folder_mode=0o750) != token
     assert len([path for path in folder.rglob("*") if path.is_file()]) == 2
+
+
+def test_a_size_that_another_host_has_changed_is_seen(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst, stat = tmp_path / "out" / "one.pt", LocalStore.stat
+
+    def as_of_nfs(self: LocalStore, path: str, **given: bool) -> Stat:
+        """A file that was looked at before another host wrote its end."""
+        found = stat(self, path, **given)
+        return found._replace(n_bytes=min(found.n_bytes, 1 << 20)) if "/.cut/" in path else found
+
+    reshard.convert(source, dst, share=(0, 2))
+    monkeypatch.setattr(LocalStore, "stat", as_of_nfs)
+    assert reshard.convert(source, dst, share=(1, 2)).pending == ()
+    monkeypatch.undo()
+    assert dst.read_bytes() == whole(source, dst)
 
 
 def test_ranges_of_different_files_are_no_file() -> None:

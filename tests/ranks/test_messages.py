@@ -37,7 +37,7 @@ from reshard.write.shard_files import WrittenFile
 MESSAGES: list[Any] = [
     *(getattr(save._MESSAGES, one.name) for save in (checkpoint1, checkpoint2) for one in dataclasses.fields(Messages)),
     *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
-    *(convert._Sent, convert.ConvertReport, SentPart),
+    *(convert._Sent, convert._ShareOfRank, convert.ConvertReport, SentPart),
     *(FoundSaves, rank_saves._Report, load._Choice, load._Outcome),
     *(distinct._Entry, *state._PARTS),
     group.ErrorRecord,

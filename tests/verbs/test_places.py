@@ -10,9 +10,11 @@ import pytest
 
 import reshard
 import reshard.ray
+from reshard.commit import protocol
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
+    ClaimedError,
     DestinationExistsError,
     GroupError,
     MismatchError,
@@ -57,6 +59,14 @@ def test_of_two_equal_conversions_one_writes(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["dst"]
 
 
+def test_what_a_killed_driver_has_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = model(tmp_path / "src.safetensors")
+    left = tmp_path / f".dst.share-{'0' * 32}.staging"  # of a cluster with more hosts, and so of other shares
+    left.mkdir()
+    reshard.convert(source, tmp_path / "dst", on=Here())
+    assert [record.getMessage().partition(" has shares")[0] for record in caplog.records] == [f"`{left}`"]
+
+
 @pytest.mark.parametrize("how", [{}, {"layout": {"mesh": {"tp": 1}, "rules": [{"match": "*"}]}, "iteration": 1}])
 def test_a_failure_leaves_no_folder(tmp_path: Path, how: dict[str, Any]) -> None:
     source = model(tmp_path / "src.safetensors")
@@ -69,6 +79,21 @@ def test_a_failure_leaves_no_folder(tmp_path: Path, how: dict[str, Any]) -> None
     with pytest.raises(GroupError):
         reshard.convert(source, tmp_path / "new" / "deep" / "dst", on=Here(fail), **how)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_root_of_another_job_is_refused_before_the_shares_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, begun = model(tmp_path / "src.safetensors"), list[int]()
+    layout = {"mesh": {"tp": 1}, "rules": [{"match": "*"}]}
+
+    def claimed(*_: object, **__: object) -> None:
+        raise ClaimedError("another job writes into this root")
+
+    monkeypatch.setattr(protocol, "begin", claimed)
+    with pytest.raises(ClaimedError):
+        reshard.convert(source, tmp_path / "root", layout=layout, on=Here(lambda: begun.append(1)))
+    assert (begun, (tmp_path / "root").exists()) == ([], False)
 
 
 def test_a_comparison_of_other_files_is_refused(tmp_path: Path) -> None:

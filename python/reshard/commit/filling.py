@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from reshard.commit import filesystem
 from reshard.commit.publication import remove_staging, sync_tree
 from reshard.errors import DestinationExistsError, ReshardError, StorageError
+from reshard.storage.changes import try_lock
 from reshard.storage.store import failing
 from reshard.values.words import show
 
@@ -62,7 +63,8 @@ def filled_folder(
 ) -> Iterator[Location]:
     """A staging folder in `target`, whose entries are moved to `target` if the block ends without an exception.
 
-    If the block or a move raises, the moves are undone and `target` is unchanged.
+    If the block or a move raises, the moves are undone and `target` is unchanged. Of several processes that fill one
+    folder, one moves its entries after the other: the files of two are never mixed.
 
     Args:
         target: an existing folder.
@@ -79,16 +81,21 @@ def filled_folder(
         StorageError: a folder cannot be created, moved or synced.
     """
     staging = target / staging_name(os.urandom(8).hex())
-    moves = _Moves(staging / _REPLACED)
+    is_undone = True
     try:
         staging.store.make_folder(staging.path, mode)
         for name in subfolders:
             staging.store.make_folder(str(staging / name), mode)
         yield staging
-        with failing("publishing", target):
-            _publish(staging, target, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
+        with failing("publishing", target), try_lock(target, waits=True):
+            moves = _Moves(staging / _REPLACED)
+            try:
+                _publish(staging, target, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
+            except BaseException:
+                is_undone = moves.undo()
+                raise
     except BaseException:
-        if moves.undo():
+        if is_undone:
             remove_staging(staging)
         else:
             _log.error("%s: what was replaced there could not be moved back, and lies in %s", target, staging)

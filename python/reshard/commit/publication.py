@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import filesystem
 from reshard.errors import DestinationExistsError, ReshardError, StorageError
-from reshard.storage.changes import remove_folder, try_lock
+from reshard.storage.changes import LOCK_FILE, remove_folder, try_lock
+from reshard.storage.names import as_start
 from reshard.storage.store import NO_FOLDER_RENAME
 from reshard.values.words import show
 
@@ -73,13 +74,13 @@ def remove_links(folder: Location, target: Location) -> bool:
 
 
 def _files_of(place: Location, *, hidden: bool = True) -> set[Hashable]:
-    """Identity and size of each file, without the records of shares."""
+    """Identity and size of each file, without the records of shares and the file of a lock."""
     found = place.stat()
     if found.kind == "file":
         return {(found.identity, found.n_bytes)}
     files: set[Hashable] = set()
     for name in place.names() if found.kind == "folder" else ():
-        if (hidden or not name.startswith(".")) and not _RECORD.fullmatch(name):
+        if (hidden or not name.startswith(".")) and not _RECORD.fullmatch(name) and name != LOCK_FILE:
             files |= _files_of(place / name, hidden=hidden)
     return files
 
@@ -191,13 +192,13 @@ def _staging_of(target: Location, inside: Location | None) -> Location:
     """A new name beside `target`. What has such a name already is logged and not changed: its writer may be alive."""
     if inside is not None:
         return inside / _PUBLISHED
-    own = re.compile(rf"\.{re.escape(target.name[:200])}\.[0-9a-f]{{16}}\.staging")
+    own = re.compile(rf"\.{re.escape(as_start(target.name))}\.[0-9a-f]{{16}}\.staging")
     with contextlib.suppress(StorageError):  # a folder in which files can be created need not be readable
         for name in filesystem.names(target.parent):
             if own.fullmatch(name):
                 left = show(str(target.with_name(name)))
                 _log.warning("%s is left by a conversion that did not end: remove it if none is running", left)
-    return target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.staging")
+    return target.with_name(f".{as_start(target.name)}.{os.urandom(8).hex()}.staging")
 
 
 def _rename(staging: Location, target: Location, *, replace: bool) -> None:

@@ -18,18 +18,18 @@ from reshard.conversion.bucket_shares import BucketShares, SentParts, ShareRecor
 from reshard.conversion.buckets import BucketFolder, filled_bucket, home_of, left_in
 from reshard.conversion.shares import (
     WrittenPart,
-    committing,
     cut,
     folder_of,
     made_once,
     missing,
     place,
     read_record,
+    remove_shares,
     warn_of_others,
     write_record,
 )
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, DestinationExistsError, ReshardError, StorageError
-from reshard.storage.changes import make_folders, remove_folder, set_mode, temporary_folder
+from reshard.storage.changes import make_folders, set_mode, temporary_folder, try_lock
 from reshard.storage.location import locate
 from reshard.storage.names import example_of
 from reshard.values.words import show
@@ -211,7 +211,7 @@ def write_files(
             record = small.get(file.name)
             if record is None:
                 before_each()
-                record = streamed(job.plan(file.request).write, job, folder, file, report)
+                record = _streamed(job.plan(file.request).write, job, folder, file, report)
             elif report is not None:
                 report(n_bytes, n_bytes)
             written[file.name] = record
@@ -258,30 +258,31 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
     if job.shared is None:
         yield lambda folder: write_files(job, folder, files, sizes)
         return
-    share, gathered = job.shared.share, job.shared.folder
+    share, gathered, spread = job.shared.share, job.shared.folder, job.shared.spread
     containers = {file.name: file.container for file in files}
 
     def fill(folder: Location) -> Mapping[str, ValueRecord]:
+        if spread is not None:  # now that the destination is claimed
+            spread(sum(sizes), None)
         return place(gathered, folder, containers, share.count, durable=job.options.durable)
 
-    if job.shared.spread is not None:
-        with (
-            made_folder(gathered, mode=job.options.folder_mode, durable=False),
-            committing(gathered, waits=False) as is_ours,
-        ):
+    if not job.shared.is_sent:
+        warn_of_others(job.target, gathered)
+    if spread is not None:
+        with made_folder(gathered, mode=job.options.folder_mode, durable=False), try_lock(gathered) as is_ours:
             if not is_ours:
                 raise DestinationExistsError(
                     f"another process does this conversion, in {show(str(gathered))}",
                     path=str(gathered),
                     hint="wait for it, or end it",
                 )
-            with _removed_on_error(gathered):
-                job.shared.spread(sum(sizes), None)
+            try:
                 yield fill
+            finally:
+                remove_shares(gathered)
         return
     if not job.shared.is_sent:
         make_folders(gathered, job.options.folder_mode)
-        warn_of_others(job.target, gathered)
     elif not gathered.is_folder():
         raise CheckpointNotFoundError(
             f"{show(str(gathered))} is not there, which the process that started the conversion has made: the source "
@@ -300,13 +301,18 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
             )
         own = _write_share(job, gathered, files, sizes, share)
         write_record(gathered, share, own, mode=job.options.file_mode, durable=job.options.durable)
-    n_bytes = sum(part.n_bytes for part in own.values())
-    report = Written(published, len(own), n_bytes, missing(gathered, share.count))
-    if report.pending or job.shared.is_sent:
+    report = Written(published, len(own), sum(part.n_bytes for part in own.values()))
+    if job.shared.is_sent:
         yield report
         return
-    with committing(gathered, waits=True) as is_ours:
-        yield fill if is_ours else report
+    # Another process that publishes is waited for: then the folder is gone, or it has failed, and this one publishes.
+    with try_lock(gathered, waits=True) as is_there:
+        report.pending = missing(gathered, share.count) if is_there else []
+        if report.pending or not is_there:
+            yield report
+            return
+        yield fill
+        remove_shares(gathered)
 
 
 def _is_filled(target: Location) -> bool:
@@ -315,40 +321,63 @@ def _is_filled(target: Location) -> bool:
     return target.exists()
 
 
-@contextlib.contextmanager
-def _removed_on_error(folder: Location) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        remove_folder(folder)
-        raise
-
-
 def _write_share(
     job: Job, folder: Location, files: list[File], sizes: list[int], share: Share
 ) -> dict[str, WrittenPart]:
     """Write the files and the parts of files that belong to a share."""
     parts = cut(sizes, share.count)
-    own = parts[share.index]
-    whole = [part.file for part in own if part.is_whole]
-    progress = JointProgress(job.options.progress, sum(part.end - part.start for part in own))
-    of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
-    written = write_files(of_whole, folder, [files[i] for i in whole], [sizes[i] for i in whole])
-    records = {name: WrittenPart(0, record.n_bytes, WrittenFile.of(record)) for name, record in written.items()}
-    ranges = [part for part in own if not part.is_whole]
     names = {files[part.file].name for of_share in parts for part in of_share if not part.is_whole}
     modes = {"mode": job.options.file_mode, "folder_mode": job.options.folder_mode}
-    token = made_once(folder, names, **modes) if ranges else ""
-    for part in ranges:
-        file, report = files[part.file], progress.of_file(part.end - part.start)
-        write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end)
-        one = streamed(write, job, folder_of(folder, token), file, report)
-        records[file.name] = WrittenPart(one.start, one.end, WrittenFile.of(one), tuple(one.sums), token)
-    job.source.check_unchanged()
+    has_ranges = not all(part.is_whole for part in parts[share.index])
+    token = made_once(folder, names, **modes) if has_ranges else ""
+    written, ranges = write_parts(job, folder, files, sizes, parts[share.index], in_ranges=folder_of(folder, token))
+    records = {name: WrittenPart(0, one.n_bytes, WrittenFile.of(one)) for name, one in written.items()}
+    for name, part in ranges.items():
+        records[name] = WrittenPart(part.start, part.end, WrittenFile.of(part), tuple(part.sums), token)
     return records
 
 
-def streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:
+def write_parts(
+    job: Job,
+    folder: Location,
+    files: Sequence[File],
+    sizes: Sequence[int],
+    parts: Sequence[Part],
+    *,
+    before_each: Callable[[], None] = lambda: None,
+    in_ranges: Location | None = None,
+    upload_of: Callable[[str], str | None] = lambda _: None,
+) -> tuple[dict[str, _core.Written], dict[str, _core.WrittenRange]]:
+    """Write the files of a share, and its parts of files; returns the record of each, by name.
+
+    Args:
+        job: the conversion.
+        folder: the folder to write into.
+        files: all files of the conversion.
+        sizes: bytes of the arrays of each file.
+        parts: those of the share.
+        before_each: called before each part, and before each file that is not small.
+        in_ranges: the folder of the files of which there are parts; None: the same.
+        upload_of: the ID of the upload of a file of which there are parts, in a bucket.
+    """
+    whole = [part.file for part in parts if part.is_whole]
+    progress = JointProgress(job.options.progress, sum(part.end - part.start for part in parts))
+    of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
+    written = write_files(of_whole, folder, [files[i] for i in whole], [sizes[i] for i in whole], before_each)
+    ranges: dict[str, _core.WrittenRange] = {}
+    for part in parts:
+        if part.is_whole:
+            continue
+        before_each()
+        file, report = files[part.file], progress.of_file(part.end - part.start)
+        plan, upload = job.plan(file.request), upload_of(file.name)
+        write = functools.partial(plan.write_part, start=part.start, end=part.end, upload=upload)
+        ranges[file.name] = _streamed(write, job, in_ranges or folder, file, report)
+    job.source.check_unchanged()
+    return written, ranges
+
+
+def _streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:
     """Write a file, or a part of one, with the options of every file.
 
     Args:
@@ -678,26 +707,16 @@ def _write_bucket_share(
     job: Job, bucket: BucketFolder, files: list[File], sizes: list[int], parts: list[Part]
 ) -> ShareRecord:
     """Write the files of a share, and send its parts of files."""
-    whole = [part.file for part in parts if part.is_whole]
-    progress = JointProgress(job.options.progress, sum(part.end - part.start for part in parts))
-    of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
-    chosen, n_bytes = [files[i] for i in whole], [sizes[i] for i in whole]
-    written = write_files(of_whole, bucket.target, chosen, n_bytes, bucket.check_claim)
-    record = ShareRecord({name: WrittenObject(one.n_bytes, one.e_tag or "") for name, one in written.items()})
-    for part in parts:
-        if part.is_whole:
-            continue
-        bucket.check_claim()
-        file, report = files[part.file], progress.of_file(part.end - part.start)
-        upload = bucket.upload_of(file.name)
-        write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end, upload=upload)
-        one = streamed(write, job, bucket.target, file, report)
-        n_sent = one.end - one.start
-        record.parts[file.name] = SentParts(
-            upload, one.n_bytes, n_sent, one.first_sent, tuple(one.sent), tuple(one.sums)
+    written, ranges = write_parts(
+        job, bucket.target, files, sizes, parts, before_each=bucket.check_claim, upload_of=bucket.upload_of
+    )
+    sent = {
+        name: SentParts(
+            bucket.upload_of(name), one.n_bytes, one.end - one.start, one.first_sent, tuple(one.sent), tuple(one.sums)
         )
-    job.source.check_unchanged()
-    return record
+        for name, one in ranges.items()
+    }
+    return ShareRecord({name: WrittenObject(one.n_bytes, one.e_tag or "") for name, one in written.items()}, sent)
 
 
 def is_our_file(job: Job, entry: Location) -> bool:
@@ -723,7 +742,8 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
     if not target.is_local and job.shared is not None:  # of shares of the same conversion
         own = {name.partition("/")[0] for name in left_in(target, job.shared.folder.name)}
     there = [target / name for name in target.names() if name not in own]
-    entries = [entry for entry in there if not _is_left_over(entry, of_shares=bool(own))]
+    of_shares = bool(own) or (job.shared is not None and job.shared.is_sent)
+    entries = [entry for entry in there if not _is_left_over(entry, of_shares=of_shares)]
     if not entries:
         return
     if not job.overwrite:
@@ -749,7 +769,7 @@ def _is_left_over(entry: Location, *, of_shares: bool) -> bool:
 
     Args:
         entry: the entry.
-        of_shares: the folder is that of other shares of this conversion, which is not logged.
+        of_shares: it is of other shares of this conversion, and is not logged.
     """
     if not is_staging(entry.name):
         return False

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.commit import log_claims
 from reshard.conversion.bucket_shares import MIN_UPLOAD_BYTES
 from reshard.conversion.buckets import begin_uploads, bucket_of, cleaning_up, end_uploads
-from reshard.conversion.destinations import Written, streamed, write_files
+from reshard.conversion.destinations import Written, write_parts
 from reshard.conversion.shares import Begun, SentPart, WrittenPart, cut, joined
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.values.words import show
-from reshard.write.contents import JointProgress
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
@@ -57,21 +55,10 @@ def write_share(job: Job, shared: Shared, begun: Begun, files: Sequence[File], s
     check = functools.partial(log_claims.check_attempt, folder)
     check()
     parts = _cut(sizes, shared.share.count)[shared.share.index]
-    whole = [part.file for part in parts if part.is_whole]
-    progress = JointProgress(job.options.progress, sum(part.end - part.start for part in parts))
-    of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
-    written = write_files(of_whole, folder, [files[i] for i in whole], [sizes[i] for i in whole], check)
+    written, ranges = write_parts(job, folder, files, sizes, parts, before_each=check, upload_of=begun.uploads.get)
     sent = {name: SentPart(0, one.n_bytes, WrittenFile.of(one)) for name, one in written.items()}
-    for part in parts:
-        if part.is_whole:
-            continue
-        check()
-        file, report = files[part.file], progress.of_file(part.end - part.start)
-        upload = begun.uploads[file.name]
-        write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end, upload=upload)
-        one = streamed(write, job, folder, file, report)
-        sent[file.name] = SentPart(one.start, one.end, WrittenFile.of(one), one.first_sent, tuple(one.sent))
-    job.source.check_unchanged()
+    for name, part in ranges.items():
+        sent[name] = SentPart(part.start, part.end, WrittenFile.of(part), part.first_sent, tuple(part.sent))
     return Written(job.target, len(sent), sum(one.end - one.start for one in sent.values()), sent=sent)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import re
@@ -29,8 +30,9 @@ from reshard.commit.publication import SHARED_PREFIX, remove_links
 from reshard.commit.trash import STAGING_FOLDER
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.changes import link_or_move, make_folders, remove_file, remove_folder, try_lock
+from reshard.storage.changes import link_or_move, make_folders, remove_file, remove_folder
 from reshard.storage.location import locate
+from reshard.storage.names import as_start
 from reshard.values.words import show
 from reshard.write.shard_files import WrittenFile
 
@@ -149,7 +151,7 @@ def start_beside(target: Location) -> str:
         >>> start_beside(locate("model.safetensors"))
         '.model.safetensors.share-'
     """
-    return f".{target.name[:150]}.{SHARED_PREFIX}"
+    return f".{as_start(target.name)}.{SHARED_PREFIX}"
 
 
 def remove_published(target: Location, own: Location | None) -> None:
@@ -425,16 +427,21 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
             if token != "" and _TOKEN.fullmatch(token) is None:  # it is the name of a folder
                 return None
             files[name] = WrittenPart(start, end, file, tuple(_core.PartSum(*one) for one in sums), token)
-        if all(
-            one.end <= (folder_of(folder, one.token) / name).stat().n_bytes <= one.file.n_bytes
-            for name, one in files.items()
-        ):
+        if all(one.end <= _size_of(folder, name, one) <= one.file.n_bytes for name, one in files.items()):
             return files
     except StorageError:
         raise
     except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
         pass  # truncated or invalid: it is written again
     return None
+
+
+def _size_of(folder: Location, name: str, part: WrittenPart) -> int:
+    path = folder_of(folder, part.token) / name
+    if not part.token:
+        return path.stat().n_bytes
+    with path.open() as file:  # NFS may know an older size of what other hosts write, until it is opened
+        return file.seek(0, io.SEEK_END)
 
 
 def _digest(files: Mapping[str, Any]) -> str:
@@ -456,23 +463,12 @@ def _names(folder: Location) -> list[str]:
         return []
 
 
-@contextlib.contextmanager
-def committing(folder: Location, *, waits: bool) -> Iterator[bool]:
-    """Yield whether this process publishes: no other process is publishing or has published.
-
-    If the block ends without an exception, the folder of the shares is removed.
-
-    Args:
-        folder: the folder of the shares.
-        waits: whether to wait while another process publishes. If it fails or is killed, this one publishes.
-    """
-    with try_lock(folder, waits=waits) as is_ours:
-        yield is_ours
-        if is_ours:
-            remove_folder(folder)
-            if folder.parent.name == STAGING_FOLDER:  # of a root, where one process leaves none
-                with contextlib.suppress(ReshardError):
-                    folder.store.remove_empty_folder(folder.parent.path)
+def remove_shares(folder: Location) -> None:
+    """Remove the folder of the shares, which are published. Never raises."""
+    remove_folder(folder)
+    if folder.parent.name == STAGING_FOLDER:  # of a root, where one process leaves none
+        with contextlib.suppress(ReshardError):
+            folder.store.remove_empty_folder(folder.parent.path)
 
 
 def place(

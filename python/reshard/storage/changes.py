@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+LOCK_FILE = ".reshard.lock.staging"
+"""The file in a locked folder, which counts as no content of it."""
+
 _BLOCK_BYTES = 1 << 20
 
 
@@ -180,8 +183,10 @@ def has_same_content(path: os.PathLike[str], other: os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def try_lock(folder: os.PathLike[str], *, waits: bool = False) -> Iterator[bool]:
-    """Lock a folder.
+def try_lock(folder: str | os.PathLike[str], *, waits: bool = False) -> Iterator[bool]:
+    """Lock a folder, and a file in it: network file systems such as NFS lock a folder within one host only.
+
+    The file is removed at the end.
 
     Args:
         folder: the folder.
@@ -191,28 +196,51 @@ def try_lock(folder: os.PathLike[str], *, waits: bool = False) -> Iterator[bool]
         Whether it is locked; not if it does not exist, another process has the lock, or it was removed meanwhile.
 
     Raises:
-        OSError: the system failed.
+        StorageError: the system failed.
     """
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
+    how, is_ours = fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), False
+    with contextlib.ExitStack() as opened:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield _is_open(folder, handle)
-    finally:
-        close_read(handle)
+            own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(close_read, own)
+            fcntl.flock(own, how)
+            held: int | None = None
+            while not is_ours:
+                file = os.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=own)
+                opened.callback(close_read, file)
+                # Opened again: the process that had the lock has removed the file.
+                is_ours = held is not None and os.path.sameopenfile(file, held)
+                if not is_ours:
+                    _lock_file(file, how)
+                    held = file
+            opened.callback(_remove_lock, own)
+            is_ours = _is_at(folder, own)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE, errno.EWOULDBLOCK):
+                raise StorageError(
+                    f"locking {show(str(folder))}: {error.strerror}", path=str(folder), errno=error.errno
+                ) from error
+            is_ours = False
+        yield is_ours
 
 
-def _is_open(folder: os.PathLike[str], handle: int) -> bool:
-    """Whether a folder is the one that is open: it was not removed, and perhaps made again."""
+def _lock_file(handle: int, how: int) -> None:
     try:
-        return os.path.samestat(os.lstat(folder), os.fstat(handle))
+        fcntl.flock(handle, how)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # as of Lustre mounted without `flock`
+            raise
+
+
+def _remove_lock(folder: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(LOCK_FILE, dir_fd=folder)
+
+
+def _is_at(path: str | os.PathLike[str], handle: int) -> bool:
+    """Whether a path names what is open: it was not removed, and perhaps made again."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
             return False

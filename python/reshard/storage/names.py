@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _MAX_NAME_BYTES = 255
+_MAX_START_BYTES = 150
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -42,6 +45,20 @@ def is_too_long(name: str) -> bool:
         (False, True)
     """
     return len(name.encode(errors="surrogatepass")) > _MAX_NAME_BYTES
+
+
+def as_start(name: str) -> str:
+    """What a longer name can begin with: a name, or the beginning of a long one and a digest of it.
+
+    Example:
+        >>> as_start("model.safetensors"), len(as_start("\u6a21" * 85).encode())
+        ('model.safetensors', 149)
+    """
+    whole = os.fsencode(name)
+    if len(whole) <= _MAX_START_BYTES:
+        return name
+    digest = hashlib.blake2b(whole, digest_size=8).hexdigest()
+    return f"{whole[: _MAX_START_BYTES - 1 - len(digest)].decode(errors='ignore')}-{digest}"
 
 
 def example_of(names: Iterable[str]) -> str:

@@ -68,7 +68,7 @@ from reshard.verbs.selection import select as selected
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.checkpoint import LayoutLike
     from reshard.conversion.writer import Writer
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, Files, FilesLike
     from reshard.quantised.kinds import Quantised
+    from reshard.ranks.group import Group
     from reshard.ranks.places import Place
 
 # Ranks of a destination. Planning takes up to 30 microseconds and 4 KiB for each: 4 s and half a GiB without progress.
@@ -259,44 +260,44 @@ def convert(
     elif isinstance(on, LedRanks) and not is_led(dst, to, has_layout=layout is not None):
         raise ArgumentError("the ranks of a conversion are given as `group`, not as `on`")
     started = time.monotonic()
-    with _all_ranks(group, timeout) as share_of_rank:
+    place = None if isinstance(on, LedRanks) and on.group.world_size == 1 else on
 
-        def asked() -> ConvertOptions:
-            return ConvertOptions(
-                to=to,
-                part=part,
-                layout=None if layout is None else as_layout(layout),
-                strategy=strategy,
-                format=format,
-                select=Select.of(select),
-                names=names,
-                config=config,
-                iteration=plain_integer(iteration),
-                dtype=dtype
-                if dtype is None or (isinstance(dtype, str) and dtype in NVFP4_FORMS)
-                else dtypes.parse_dtype(dtype),
-                dtype_all=dtype_all,
-                files=files_with_size(max_shard_size, files),
-                commit=Commit.of(commit),
-                overwrite=overwrite,
-                memory=parse_size(memory),
-                threads=threads,
-                progress=progress,
-            )
+    def asked() -> ConvertOptions:
+        return ConvertOptions(
+            to=to,
+            part=part,
+            layout=None if layout is None else as_layout(layout),
+            strategy=strategy,
+            format=format,
+            select=Select.of(select),
+            names=names,
+            config=config,
+            iteration=plain_integer(iteration),
+            dtype=dtype
+            if dtype is None or (isinstance(dtype, str) and dtype in NVFP4_FORMS)
+            else dtypes.parse_dtype(dtype),
+            dtype_all=dtype_all,
+            files=files_with_size(max_shard_size, files),
+            commit=Commit.of(commit),
+            overwrite=overwrite,
+            memory=parse_size(memory),
+            threads=threads,
+            progress=progress,
+        )
 
-        place = None if isinstance(on, LedRanks) and on.group.world_size == 1 else on
+    def lead(share: tuple[int, int] | None = share) -> ConvertReport:
+        return _convert(src, dst, asked(), share, on=place)[0]
 
-        def lead() -> ConvertReport:
-            return _convert(src, dst, asked(), share or share_of_rank, on=place)[0]
+    def of_rank(sent: _Sent) -> Work[_Sent]:
+        return _work(src, dst, replace(asked(), progress=None), sent)
 
-        def of_rank(sent: _Sent) -> Work[_Sent]:
-            return _work(src, dst, replace(asked(), progress=None), sent)
-
-        # Options are parsed where an error of one rank, such as of a file that its host lacks, is told to all.
+    # Options are parsed where an error of one rank, such as of a file that its host lacks, is told to all.
+    members = SingleProcess() if group is None else resolve(group)
+    if members.world_size > 1:
+        report = _by_ranks(members, timeout, lead)
+    else:
         report = place.led(lead, of_rank, _Sent, ConvertReport) if isinstance(place, LedRanks) else lead()
-    # The shares of other ranks are written by now.
-    pending = () if share_of_rank else report.pending
-    return replace(report, seconds=time.monotonic() - started, pending=pending)
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _convert(
@@ -916,24 +917,35 @@ def _shared(job: Job, share: Share, asked: ConvertOptions, writer: Writer) -> Sh
     return Shared(share, beside)
 
 
-@contextlib.contextmanager
-def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None]:
-    """This rank's share of a conversion by a group; an error of one rank is raised on all ranks."""
-    members = SingleProcess() if group is None else resolve(group)
-    if members.world_size == 1:
-        yield None
-        return
-    outcome: Exception | list[str]
+@dataclass(frozen=True)
+class _ShareOfRank:
+    """What a rank tells the others of its share: whether it is published, and what it has logged."""
+
+    is_published: bool
+    logged: list[str]
+
+
+def _by_ranks(members: Group, timeout: float, write: Callable[[tuple[int, int]], ConvertReport]) -> ConvertReport:
+    """Let each rank write its share. An error of one rank is raised on all ranks."""
+    outcome: Exception | _ShareOfRank
     with contextlib.ExitStack() as stack:
         with held_back() as held:
             stack.callback(release, held)  # of all ranks, if one fails
             try:
-                yield members.rank, members.world_size
+                report = write((members.rank, members.world_size))
             except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
                 outcome = error
             else:
-                outcome = [one.getMessage() for one in held]
-        release(held, Collective(session(members, "convert"), timeout).share(outcome, list[str])[: members.rank])
+                outcome = _ShareOfRank(not report.pending, [one.getMessage() for one in held])
+        told = Collective(session(members, "convert"), timeout).share(outcome, _ShareOfRank)
+        release(held, [one.logged for one in told[: members.rank]])
+    if not any(one.is_published for one in told):
+        raise MismatchError(
+            f"{show(report.path)} is not published: each rank has written its share, but not of the same conversion",
+            hint="all hosts must see the same source and destination under the same paths, and have the same versions "
+            "of reshard and its libraries",
+        )
+    return replace(report, pending=())  # the shares of other ranks are written by now
 
 
 def _check_options(

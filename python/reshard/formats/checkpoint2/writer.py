@@ -145,25 +145,31 @@ def _write(job: Job, settings: Settings, iteration: int) -> Written:
     files = as_files(bound, plan.files)
     for warning in plan.warnings[len(bound.warnings) :]:  # warnings of the layout are already logged
         _log.warning("%s", warning)
-    sizes = file_sizes(job, files)
+    sizes, is_new = file_sizes(job, files), job.target.found() is None
     if shared is not None and begun is not None:
         return write_share(job, shared, begun, files, sizes)
     if shared is not None and shared.spread is not None and not job.target.is_local:
         by_shares = functools.partial(written_by_shares, shared, shared.spread, files, sizes)
-        return _publish(job, settings, plan, by_shares, iteration=iteration, planned_bytes=sum(sizes))
+        return _publish(job, settings, plan, by_shares, iteration=iteration, planned_bytes=sum(sizes), is_new=is_new)
     with produced(job, job.target / folder_name, files, sizes) as fill:
         if isinstance(fill, Written):
             return fill
-        return _publish(job, settings, plan, fill, iteration=iteration, planned_bytes=sum(sizes))
+        return _publish(job, settings, plan, fill, iteration=iteration, planned_bytes=sum(sizes), is_new=is_new)
 
 
 def _publish(
-    job: Job, settings: Settings, plan: IterationPlan, fill: Produce, *, iteration: int, planned_bytes: int
+    job: Job,
+    settings: Settings,
+    plan: IterationPlan,
+    fill: Produce,
+    *,
+    iteration: int,
+    planned_bytes: int,
+    is_new: bool,
 ) -> Written:
     folder_name = roots.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
-    options = job.options
-    is_new, existed = job.target.found() is None, (job.target / folder_name).exists()
+    options, existed = job.options, (job.target / folder_name).exists()
     with (
         hints_without("takeover"),
         made_folder(job.target, mode=options.folder_mode, durable=options.durable),
