@@ -18,7 +18,7 @@ from reshard.names import NameMap
 from reshard.options import Options
 from reshard.storage.location import locate
 from reshard.values.argument_types import Seconds
-from reshard.values.arguments import checked, checks_of
+from reshard.values.arguments import checked, checks_of, parse_size
 from reshard.write import background
 
 if TYPE_CHECKING:
@@ -274,3 +274,7 @@ def test_a_close_that_fails_is_a_storage_error_of_the_write(tmp_path: Path, monk
     with reshard.open(tmp_path / "root") as checkpoint:
         assert checkpoint.read("w").shape == (2,)
     background.finish_previous(1)
+
+
+def test_a_size_is_an_integer_of_any_package() -> None:
+    assert parse_size(np.int64(5)) == 5  # type: ignore[arg-type]

@@ -451,6 +451,7 @@ def parse_size(size: str | int) -> int:
         (4294967296, 4294967296, 500000000, 4096)
     """
     hint = 'write it as "4GiB" or "4G" (2**30 bytes), "500MB" (10**6 bytes) or a number of bytes'
+    size = plain_integer(size)
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or match[2] not in _UNITS:
