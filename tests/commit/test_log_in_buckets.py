@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -26,6 +27,7 @@ import reshard
 from reshard.commit import claims, leases, log, log_claims, log_records, protocol, roots
 from reshard.commit.session import find_session, forget_all
 from reshard.errors import ArgumentError, ClaimedError, DestinationExistsError, UnsupportedError
+from reshard.storage import remote
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
@@ -428,3 +430,21 @@ def test_an_object_that_bears_the_name_of_the_log_hides_nothing(s3: S3Server, ur
     check(url, 2)
     assert iterations(url) == [1, 2]
     assert "iteration_00000002" in run("inspect", url)
+
+
+@pytest.mark.slow(disk=False)
+def test_a_service_that_does_not_answer_holds_up_no_save_that_has_failed(
+    bucket: tuple[Location, Proxy], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, proxy = bucket
+    monkeypatch.setattr(remote, "_ANSWER_SECONDS", 0.2)
+    attempt = protocol.begin(folder, 1)
+    (attempt.staging / "common.json").replace("{}")
+    proxy.faults = [Fault(lambda *_: True, 503, "SlowDown", times=1 << 20)]
+    begun = time.monotonic()
+    protocol.abandon(attempt)
+    assert time.monotonic() - begun < 30, "one request alone is tried for a minute"
+    assert [one for one in caplog.messages if "is left over, and removed by a later run" in one]
+    proxy.faults = []
+    protocol.abandon(attempt)
+    assert not attempt.staging.exists()

@@ -192,3 +192,23 @@ def test_every_answer_of_an_upload_in_parts_can_be_lost(proxy: Proxy, tmp_path: 
         reshard.convert(tmp_path / "model", str(target))
         assert arrays_of(target) == tensors
     assert proxy.faults[0].times == 1  # one creation, two parts and the completion
+
+
+@pytest.mark.slow(disk=False)
+def test_the_upload_of_a_conversion_that_was_killed_is_ended_by_the_one_that_takes_over(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    tensors = {key: one.tobytes() for key, one in model(tmp_path / "model", 40_000).items()}
+
+    def uploads_in(place: Location) -> list[tuple[str, str]]:
+        assert isinstance(place.store, RemoteStore)
+        return place.store.uploads_in(str(place))
+
+    for at in itertools.count():
+        target = target_of("one of a folder")
+        assert not convert_in_child(proxy, tmp_path / "model", target, {}, (at, "after"))
+        if uploads_in(target):
+            break
+    reshard.convert(tmp_path / "model", str(target), overwrite=True)
+    assert uploads_in(target) == []
+    assert arrays_of(target) == tensors

@@ -20,7 +20,6 @@ from tests.servers.s3 import BUCKET
 
 import reshard
 from reshard.commit import protocol, roots
-from reshard.conversion import buckets
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
 from reshard.storage import remote
 from reshard.storage.location import Location, locate
@@ -288,7 +287,7 @@ def test_what_is_left_is_said_if_the_service_does_not_answer_any_more(
 ) -> None:
     folder, proxy = bucket
     model(tmp_path / "model")
-    monkeypatch.setattr(buckets, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "_ANSWER_SECONDS", 0.2)
     proxy.faults = refused_then_silent()
     with pytest.raises(StorageError) as caught:
         reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
@@ -309,7 +308,7 @@ def test_a_clean_up_has_one_limit_of_time(
 ) -> None:
     (folder, proxy), n_looks = bucket, itertools.count()
     model(tmp_path / "model")
-    monkeypatch.setattr(buckets, "_CLEAN_UP_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "_CLEAN_UP_SECONDS", 0.5)
     proxy.faults = refused_then_silent(lambda: next(n_looks) > 1)  # after first answers
     begun = time.monotonic()
     with pytest.raises(StorageError, match=r"403 AccessDenied.* may be left, .*the service does not answer"):
@@ -438,3 +437,42 @@ def test_a_conversion_that_is_taken_over_while_it_commits_leaves_the_claim(
     with pytest.raises(DestinationExistsError, match="has taken it over"):
         reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
     assert claim.read_small(10) == b"{}"
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_an_index_that_another_program_makes_meanwhile_is_not_replaced(
+    bucket: tuple[Location, Proxy], tmp_path: Path
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    index = folder / "model.safetensors.index.json"
+
+    def make(method: str, path: str) -> None:
+        if method == "PUT" and unquote(path).endswith(".safetensors"):
+            proxy.before = None
+            index.replace(b"of another program")
+
+    proxy.before = make
+    with pytest.raises(DestinationExistsError, match=r"index\.json` was made by another program meanwhile"):
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+    assert objects_of(folder) == {index.name: b"of another program"}
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_claims_that_a_killed_removal_has_left_are_removed_without_a_warning(
+    bucket: tuple[Location, Proxy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = bucket
+    model(tmp_path / "model")
+    names = [f".reshard.convert-{'7' * 16}.staging", f".reshard.convert-{'7' * 16}-prepared.staging"]
+    for name in names:
+        (folder / name).replace(b"{}")
+    reshard.convert(tmp_path / "model", str(folder))
+    assert caplog.messages == []
+    assert not [name for name in objects_of(folder) if name.startswith(".")]
+    # Those of a claim that is there are named.
+    for name in (*names, ".reshard.convert.staging"):
+        (folder / "other" / name).replace(b"{}")
+    with pytest.raises(DestinationExistsError, match="another conversion writes there, or was killed"):
+        reshard.convert(tmp_path / "model", str(folder / "other"))
+    assert any("is left by a conversion that did not end" in one for one in caplog.messages)

@@ -175,8 +175,11 @@ def abandon(attempt: Attempt) -> None:
     forget_failed(attempt)
     if attempt.id in attempt.session.of(_Unknown).ids:
         return
+    store = attempt.root.objects
+    assert store is not None
     try:
-        log.remove_below(attempt.root, attempt.folder.name, MANIFEST_FILE)
+        with store.cleaning_up(str(attempt.folder)):
+            log.remove_below(attempt.root, attempt.folder.name, MANIFEST_FILE)
     except (ReshardError, OSError) as error:
         _log.warning("%s is left over, and removed by a later run: %s", attempt.folder, error)
 

@@ -50,19 +50,20 @@ from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")
 
 _CLAIM = staging_name("convert")
+_LATER = re.compile(re.escape(staging_name("convert-#")).replace(r"\#", "[0-9a-f]{16}(-prepared)?"))
 _MAX_CLAIM_BYTES = 64 << 20
-_MAX_NEW_BYTES = 64 << 20  # of a file that is sent by one request, which refuses to replace another one
+_MAX_NEW_BYTES = 4 << 30  # of a file that is sent by one request, which refuses to replace another one
 _PREPARED_SECONDS = 60.0  # for another share, which removes and writes small files
 _LOOK_SECONDS = 0.1
 _UPLOADS_AT_ONCE = 16
-_ANSWER_SECONDS = 5.0  # for the first answer after a failure; a request is tried for a minute
-_CLEAN_UP_SECONDS = 60.0  # for all requests of a clean-up together
+_END_SECONDS = 60.0  # to end uploads
 _export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
 
 
@@ -126,6 +127,7 @@ class BucketFolder:
         self._names: list[str] = []
         self._written: dict[str, str] = {}
         self._left: frozenset[str] = frozenset()
+        self._left_claims: list[str] = []
         self._before: dict[str, str] = {}
 
     def is_commit(self, name: str) -> bool:
@@ -180,6 +182,10 @@ class BucketFolder:
                 except ReshardError as failed:
                     self._say_left(error, failed)
             raise
+        own = self._claims[-1]
+        known = {own.next_name, own.prepared_name}
+        # Of conversions whose first claim is gone.
+        self._left_claims = [name for name in self._before if _LATER.fullmatch(name) and name not in known]
         self._names = names
         return True
 
@@ -339,7 +345,7 @@ class BucketFolder:
     def _remove_claims(self) -> None:
         # Without the first claim, the others count for nothing, nor does what is beside them.
         beside = [one.prepared_name for one in self._claims if "shared" in one.content]
-        for name in (*(one.name for one in self._claims), *beside):
+        for name in (*(one.name for one in self._claims), *beside, *self._left_claims):
             (self._home / name).remove_file()
 
     def clear(self, is_ours: Callable[[Location], bool]) -> None:
@@ -363,7 +369,7 @@ class BucketFolder:
     def _end_left_uploads(self) -> None:
         """End the uploads of the claims that were taken over."""
         before = self._claims[:-1]
-        if not any("shared" in one.content for one in before):
+        if not before:
             return
         found = {(name, upload.id) for one in before for name, upload in _uploads_of(one.content).items()}
         with contextlib.suppress(ReshardError):
@@ -408,7 +414,7 @@ class BucketFolder:
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
                 )
         self.check_claim()
-        self._send((name for name in self.names_beside() if self.is_commit(name)), there)
+        self._send((name for name in self.names_beside() if self.is_commit(name)), is_new=True)
         before_end(self._written)
         self.check_claim()
         self._remove_claims()
@@ -419,21 +425,29 @@ class BucketFolder:
         order = {name: number for number, name in enumerate(self._commits)}
         return sorted(_files(self.beside), key=lambda name: (order.get(name.rpartition("/")[2], -1), name))
 
-    def _send(self, names: Iterable[str], there: Collection[str] | None = None) -> None:
-        """Send local files. If what is there is given, one that is not there is only sent if it still is not.
+    def _send(self, names: Iterable[str], *, is_new: bool = False) -> None:
+        """Send local files.
 
-        So a process that was suspended after it looked at its claim replaces no file of the one that took over.
+        Args:
+            names: the files.
+            is_new: whether one replaces only what was there before this conversion, and is left by `clear`. So a
+                process that was suspended after it looked at its claim replaces no file of the one that took over.
         """
         for name in list(names):
             local, place = self.beside / name, self.target / name
-            if there is None or name in there or local.stat().n_bytes > _MAX_NEW_BYTES:
+            if not is_new or name in self._before:
                 self._written[name] = self._store.upload(local.local, str(place))
                 continue
             content = local.read_small(_MAX_NEW_BYTES)
             if not _created(place, content):
                 self.check_claim()
-                if place.read_small(_MAX_NEW_BYTES) != content:  # else this conversion is published by two processes
-                    raise DestinationExistsError(f"{show(str(place))} was made by another program", path=str(place))
+                if place.stat().n_bytes != len(content) or place.read_small(len(content)) != content:
+                    self._names = [one for one in self._names if one != name]  # which `undo` removes
+                    raise DestinationExistsError(
+                        f"{show(str(place))} was made by another program meanwhile",
+                        path=str(place),
+                        hint="remove it, or choose another destination",
+                    )  # the same content: this conversion is published by two processes
             self._written[name] = str(place.stat().identity)
 
     def undo(self, error: BaseException | None = None, then: Callable[[], object] = lambda: None) -> None:
@@ -457,11 +471,9 @@ class BucketFolder:
         except ReshardError as failed:
             self._say_left(error, failed)
 
-    @contextlib.contextmanager
-    def cleaning_up(self) -> Iterator[None]:
-        """As the function, for this folder."""
-        with cleaning_up(self._claim):
-            yield
+    def cleaning_up(self) -> AbstractContextManager[None]:
+        """See `ObjectStore.cleaning_up`."""
+        return self._store.cleaning_up(str(self._claim))
 
     def _say_left(self, error: BaseException | None, failed: ReshardError) -> None:
         """Say in an error that what was written could not be removed."""
@@ -476,22 +488,6 @@ class BucketFolder:
             error.hint = hint if error.hint is None else f"{error.hint}; {hint}"
         else:
             _log.warning("%s: a conversion with %s", what, hint)
-
-
-@contextlib.contextmanager
-def cleaning_up(place: Location) -> Iterator[None]:
-    """Learn within seconds whether the service answers, and limit the time of all requests of the block.
-
-    Args:
-        place: in the bucket; it need not exist.
-
-    Raises:
-        StorageError: it does not.
-    """
-    store = bucket_of(place)
-    store.ask(str(place), wait_s=_ANSWER_SECONDS)
-    with store.ending_within(_CLEAN_UP_SECONDS):
-        yield
 
 
 @contextlib.contextmanager
@@ -586,7 +582,7 @@ def begin_uploads(target: Location, names: Collection[str], begun: dict[str, str
 
 def end_uploads(target: Location, uploads: Collection[tuple[str, str]]) -> None:
     """End uploads, by the name of the file and the ID. Never raises: rules of the bucket end what is left."""
-    store, end = bucket_of(target), time.monotonic() + _CLEAN_UP_SECONDS
+    store, end = bucket_of(target), time.monotonic() + _END_SECONDS
 
     def end_one(one: tuple[str, str]) -> None:
         with contextlib.suppress(ReshardError), store.ending_within(max(0.0, end - time.monotonic())):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import SHARED_PREFIX, made_folder, published_folder
 from reshard.conversion.bucket_shares import BucketShares, SentParts, ShareRecord, WrittenObject, cut_files
-from reshard.conversion.buckets import BucketFolder, filled_bucket, home_of, left_in
+from reshard.conversion.buckets import BucketFolder, filled_bucket, home_of, is_claimed, left_in
 from reshard.conversion.shares import (
     WrittenPart,
     cut,
@@ -741,9 +741,12 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
     own: set[str] = set()
     if not target.is_local and job.shared is not None:  # of shares of the same conversion
         own = {name.partition("/")[0] for name in left_in(target, job.shared.folder.name)}
-    there = [target / name for name in target.names() if name not in own]
-    of_shares = bool(own) or (job.shared is not None and job.shared.is_sent)
-    entries = [entry for entry in there if not _is_left_over(entry, of_shares=of_shares)]
+    names = target.names()
+    # In a bucket, what is beside a claim counts for nothing without it, and is removed.
+    counts = target.is_local or is_claimed(names)
+    is_known = bool(own) or (job.shared is not None and job.shared.is_sent) or not counts
+    there = [target / name for name in names if name not in own]
+    entries = [entry for entry in there if not _is_left_over(entry, is_known=is_known)]
     if not entries:
         return
     if not job.overwrite:
@@ -764,15 +767,15 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
             )
 
 
-def _is_left_over(entry: Location, *, of_shares: bool) -> bool:
+def _is_left_over(entry: Location, *, is_known: bool) -> bool:
     """Whether an entry is from a conversion that was killed or is still running. It is logged and not changed.
 
     Args:
         entry: the entry.
-        of_shares: it is of other shares of this conversion, and is not logged.
+        is_known: it is of other shares of this conversion, or counts for nothing, and is not logged.
     """
     if not is_staging(entry.name):
         return False
-    if SHARED_PREFIX not in entry.name and not of_shares:
+    if SHARED_PREFIX not in entry.name and not is_known:
         _log.warning("%s is left by a conversion that did not end: remove it if none is running", entry)
     return True

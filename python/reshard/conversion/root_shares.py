@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import log_claims
 from reshard.conversion.bucket_shares import MIN_UPLOAD_BYTES
-from reshard.conversion.buckets import begin_uploads, bucket_of, cleaning_up, end_uploads
+from reshard.conversion.buckets import begin_uploads, bucket_of, end_uploads
 from reshard.conversion.destinations import Written, write_parts
 from reshard.conversion.shares import Begun, SentPart, WrittenPart, cut, joined
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
@@ -117,6 +117,7 @@ def _uploads(folder: Location, names: Sequence[str]) -> Iterator[dict[str, str]]
         begin_uploads(folder, names, uploads)
         yield uploads
     except BaseException:
-        with contextlib.suppress(ReshardError), cleaning_up(folder):  # else the next claim ends them
+        store = bucket_of(folder)
+        with contextlib.suppress(ReshardError), store.cleaning_up(str(folder)):  # else the next claim ends them
             end_uploads(folder, uploads.items())
         raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.storage.store import Stat, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from reshard import _core
 
@@ -58,6 +60,17 @@ class ObjectStore(Store):
     @abc.abstractmethod
     def remove_files(self, paths: Sequence[str]) -> None:
         """Remove objects, several at once; no error for those that do not exist. Raises StorageError."""
+
+    def cleaning_up(self, path: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Learn within seconds whether the service answers, and limit the time of all requests of the block.
+
+        Args:
+            path: in the store; it need not exist.
+
+        Raises:
+            StorageError: the service does not answer.
+        """
+        return contextlib.nullcontext()
 
     def end_uploads(self, path: str, is_ended: Callable[[str], bool]) -> None:
         """End uploads in parts below a folder that were not completed. A store without any has nothing to do.

@@ -36,6 +36,8 @@ _MAX_KEPT_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _SECOND_NS = 1_000_000_000
 _LIST_SECONDS = 20.0  # to list unfinished uploads
+_ANSWER_SECONDS = 5.0  # for the first answer after a failure; a request is tried for a minute
+_CLEAN_UP_SECONDS = 60.0  # for all requests of a clean-up together
 _CREATE_PAUSES = (0.1, 1.0, 5.0)  # seconds, before an object that was not created is sent again
 
 
@@ -462,6 +464,13 @@ class RemoteStore(ObjectStore):
             yield
         finally:
             _core.limit_requests(None)
+
+    @contextlib.contextmanager
+    def cleaning_up(self, path: str) -> Iterator[None]:
+        """See `ObjectStore.cleaning_up`: for what `ending_within` says."""
+        self.ask(path, wait_s=_ANSWER_SECONDS)
+        with self.ending_within(_CLEAN_UP_SECONDS):
+            yield
 
     def ask(self, path: str, *, wait_s: float) -> None:
         """Ask the service what has a name, to learn whether it answers.
