@@ -442,8 +442,9 @@ def test_a_command_by_hand_in_the_environment_of_a_launcher_converts_all(tmp_pat
         (("--share", "0/2"), {"RANK": "0", "WORLD_SIZE": "2"}, "--share and --on exclude each other"),
         ((), {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"},
          "rank 0 of 2 (SLURM_PROCID, SLURM_NTASKS) and rank 1 of 2 (PMI_RANK, PMI_SIZE)"),
-        ((), {"RANK": "2", "WORLD_SIZE": "2"}, "no launcher has started"),
-        ((), {"RANK": "-1", "WORLD_SIZE": "many"}, "no launcher has started"),
+        ((), {"RANK": "2"}, "no launcher has started"),
+        ((), {"RANK": "2", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "1"}, "RANK is '2' and WORLD_SIZE is '2'"),
+        ((), {"PMI_RANK": "-1", "PMI_SIZE": "many"}, "PMI_RANK is '-1' and PMI_SIZE is 'many': these are no rank"),
     ],
 )  # fmt: skip
 def test_a_rank_that_no_launcher_tells_is_refused(

@@ -403,9 +403,13 @@ def test_a_rank_that_nobody_started_or_that_does_not_know_rank_0_is_refused(
     result = CliRunner().invoke(main, ["diff", str(run), str(run), "--on", "ranks"])
     assert result.exit_code == 2
     assert "rank 1 of 2 does not know where rank 0 is: MASTER_ADDR is '' and MASTER_PORT is ''" in result.output
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for port in ("0", "65536", "9" * 30):
+        monkeypatch.setenv("MASTER_PORT", port)
+        result = CliRunner().invoke(main, ["verify", str(run), "--on", "ranks"])
+        assert f"MASTER_PORT is '{port}'" in result.output
     with socket.socket() as taken:  # nobody listens
         taken.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         result = CliRunner().invoke(main, ["verify", str(run), "--on", "ranks", "--timeout", "1"])
     assert result.exit_code == 1

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,7 +50,7 @@ class Where(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The same text."""
-        if value not in ("ranks", "ray") and not (value.startswith("ray://") and len(value) > len("ray://")):
+        if value not in ("ranks", "ray") and re.match(r"ray://.+:[0-9]", value) is None:
             self.fail(f"{value!r} is not ranks, ray or ray://HOST:PORT", param, ctx)
         return str(value)
 

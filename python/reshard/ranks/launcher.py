@@ -42,7 +42,7 @@ def launched() -> Launched | None:
     """The rank of this process, and how many there are; None: no launcher says so.
 
     Raises:
-        ArgumentError: two launchers, neither of which is torchrun, say different things.
+        ArgumentError: two launchers, neither of which is torchrun, say different things; or one says what is no rank.
 
     Example:
         >>> import os
@@ -70,8 +70,17 @@ def known_variables() -> str:
 
 
 def _said(names: tuple[str, str]) -> Launched | None:
-    rank, size = (_number(os.environ.get(name, "")) for name in names)
-    return Launched(rank, size, names) if rank is not None and size is not None and rank < size else None
+    texts = [os.environ.get(name, "") for name in names]
+    if not all(texts):
+        return None
+    rank, size = map(_number, texts)
+    if rank is None or size is None or rank >= size:
+        said = " and ".join(f"{name} is {text!r}" for name, text in zip(names, texts, strict=True))
+        raise ArgumentError(
+            f"{said}: these are no rank and no number of ranks",
+            hint=f"the first is a number from 0 to {names[1]} less 1; unset both if no launcher has set them",
+        )
+    return Launched(rank, size, names)
 
 
 def _number(text: str) -> int | None:

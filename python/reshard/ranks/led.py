@@ -34,6 +34,7 @@ R = TypeVar("R")
 
 _SHARE_BYTES = 1 << 30  # the bar moves in such steps
 _END_S = 30.0  # for ranks that still have to read the report
+_PORTS = 1 << 16
 _TORCHRUN_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -222,7 +223,7 @@ def launched_ranks(timeout: float) -> LedRanks:
             hint="start it with torchrun, srun or mpirun",
         )
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not address or not (port.isascii() and port.isdigit()):
+    if not address or not (port.isascii() and port.isdigit() and 0 < int(port[:9]) < _PORTS):
         raise ArgumentError(
             f"rank {found.rank} of {found.size} does not know where rank 0 is: MASTER_ADDR is {address!r} and "
             f"MASTER_PORT is {port!r}",
