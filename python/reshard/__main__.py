@@ -1,7 +1,8 @@
-"""The program `reshard`. Ctrl-C ends it with exit code 130 also while it imports the command line."""
+"""The program `reshard`. Ctrl-C ends it with exit code 130 also while it imports the command line, and while it ends."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from typing import NoReturn
@@ -15,9 +16,18 @@ def main() -> None:
         signal.signal(signal.SIGINT, _end)
     from reshard.cli import main as run  # noqa: PLC0415  after the handler is set
 
-    if is_default:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    run()
+    if not is_default:
+        run()
+        return
+    # While Python takes its modules apart, the signal would kill the process, though the command is done.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run()
+    except KeyboardInterrupt:  # in the moment in which the command line has ended
+        _end()
+    finally:
+        signal.signal(signal.SIGINT, _end)
 
 
 def _end(*_: object) -> NoReturn:

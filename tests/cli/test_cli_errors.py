@@ -365,6 +365,29 @@ main(["inspect", {str(CKPT2)!r}])
     assert (found.returncode, found.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize(
+    ("when", "code", "said"),
+    [
+        ("threading._register_atexit(kill)", 130, "interrupted\n"),  # the first thing that Python does at its end
+        ("atexit.register(kill)", 0, ""),
+        ("sys.modules['kill'] = type('Killing', (), {'__del__': lambda _, kill=kill: kill()})()", 0, ""),  # the last
+    ],
+)
+def test_an_interrupt_while_python_ends(when: str, code: int, said: str) -> None:
+    program = f"""
+import atexit, functools, os, signal, sys, threading
+from reshard.__main__ import main
+kill = functools.partial(os.kill, os.getpid(), signal.SIGINT)
+{when}
+sys.argv[1:] = ["inspect", {str(CKPT2)!r}]
+main()
+"""
+    found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (code, said)
+    assert found.stdout == outcome("inspect", CKPT2)[1]
+
+
 @pytest.mark.parametrize(
     "words", [["plan", "x"], ["prune", "x", "--keep", "0"], ["inspect", "x", "--no-such"], ["no-such"], ["explain"]]
 )
