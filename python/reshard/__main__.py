@@ -1,4 +1,4 @@
-"""The program `reshard`. Ctrl-C ends it with exit code 130 also while it imports the command line, and while it ends."""
+"""The program `reshard`. Ctrl-C is no traceback, also while it imports the command line and while it ends."""
 
 from __future__ import annotations
 

@@ -365,6 +365,29 @@ def test_ranks_print_what_rank_0_cannot(run: Path, monkeypatch: pytest.MonkeyPat
         assert (code, json.loads(out)["error"]) == (1, "GroupError")
 
 
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("verb", ["verify", "diff", "inspect"])
+def test_rank_0_alone_shows_progress(torchrun: c10d.TCPStore, run: Path, verb: str) -> None:
+    more = {"diff": [run.parent / "src.safetensors"], "inspect": ["--stats"]}
+    found = command(verb, run, *more.get(verb, []))
+
+    def work(group: TorchGroup) -> Any:
+        output.ProgressLines.wait_s = 0.05
+        begin = LedRanks.led
+
+        def late(self: LedRanks, *arguments: Any) -> Any:
+            time.sleep(0.5)
+            return begin(self, *arguments)
+
+        vars(led)["LedRanks"].led = late
+        return found(group)
+
+    with Job(2, work) as job:
+        first, other = job.values()
+    assert (first[0], other) == (0, [0, "", ""])
+    assert first[2].startswith("preparing, ")
+
+
 def test_a_rank_that_sees_another_save_is_an_error_on_all(run: Path) -> None:
     reshard.save(run.parent / "other", 4, {"w": np.zeros(3)})
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from reshard.ranks.places import Place, ShareRun
+    from reshard.values.argument_types import Progress
 
 F = TypeVar("F", bound="Callable[..., object]")
 
@@ -85,6 +86,17 @@ def place_of(on: str | None, timeout: float) -> Iterator[Place | None]:
         if ranks.is_told:
             context.with_resource(contextlib.redirect_stdout(nowhere))
             context.with_resource(contextlib.redirect_stderr(nowhere))
+
+
+@contextlib.contextmanager
+def place_and_progress(on: str | None, timeout: float) -> Iterator[tuple[Place | None, Progress | None]]:
+    """As `place_of`, with the progress of the command. Rank 0 alone shows it: no other knows what is done."""
+    from reshard.ranks.led import LedRanks
+
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(place_of(on, timeout))
+        is_led = isinstance(place, LedRanks) and place.group.rank > 0
+        yield place, None if is_led else stack.enter_context(progress_bar())
 
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.conversion import options, place_of, read_on
+from reshard.cli.conversion import options, place_and_progress, read_on
 from reshard.cli.output import (
     PATH,
     collected_warnings,
@@ -21,7 +21,6 @@ from reshard.cli.output import (
     echo_table,
     join_dims,
     plain_table,
-    progress_bar,
     shown,
     size,
     warn,
@@ -77,7 +76,7 @@ def diff(a: str, b: str, *, everything: bool, on: str | None, timeout: float, as
     Exit codes: 0 equal or within the tolerance, 1 different, 2 refused or usage error.
     """
     tolerance = options["atol"] if options["rtol"] is None else options["rtol"]
-    with collected_warnings() as logged, place_of(on, timeout) as place, progress_bar() as progress:
+    with collected_warnings() as logged, place_and_progress(on, timeout) as (place, progress):
         report = reshard.diff(a, b, on=place, progress=progress, **options)
     if as_json:
         echo_json(

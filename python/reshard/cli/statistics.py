@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.conversion import place_of
+from reshard.cli.conversion import place_and_progress
 from reshard.cli.output import (
     collected_warnings,
     echo,
@@ -16,7 +16,6 @@ from reshard.cli.output import (
     echo_table,
     join_dims,
     plain_table,
-    progress_bar,
     shown,
     size,
     warn,
@@ -49,7 +48,7 @@ def print_stats(
             Pattern.compile(pattern)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="PATTERN") from None
-    with collected_warnings() as logged, place_of(on, timeout) as place, progress_bar() as progress:
+    with collected_warnings() as logged, place_and_progress(on, timeout) as (place, progress):
         report = stats(path, pattern, on=place, progress=progress, **given)
     if as_json:
         tensors = {one.key: _json(one) for one in report.tensors}

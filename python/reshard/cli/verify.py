@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.conversion import place_of, read_on
+from reshard.cli.conversion import place_and_progress, read_on
 from reshard.cli.output import (
     FORMAT_HELP,
     PATH,
@@ -19,7 +19,6 @@ from reshard.cli.output import (
     echo,
     echo_json,
     hint_of,
-    progress_bar,
     rate,
     shown,
     size,
@@ -118,7 +117,7 @@ def verify(
     Exit codes: 0 no fault, 1 damaged, unreadable or not what the library loads, 2 usage error, 4 undamaged, but
     --health found wrong values.
     """
-    with collected_warnings() as logged, place_of(on, timeout) as place, progress_bar() as progress:
+    with collected_warnings() as logged, place_and_progress(on, timeout) as (place, progress):
         report = reshard.verify(
             path,
             strategy=strategy,
