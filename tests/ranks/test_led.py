@@ -368,7 +368,7 @@ def test_ranks_print_what_rank_0_cannot(run: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("verb", ["verify", "diff", "inspect"])
 def test_rank_0_alone_shows_progress(torchrun: c10d.TCPStore, run: Path, verb: str) -> None:
-    more = {"diff": [run.parent / "src.safetensors"], "inspect": ["--stats"]}
+    more: dict[str, list[object]] = {"diff": [run.parent / "src.safetensors"], "inspect": ["--stats"]}
     found = command(verb, run, *more.get(verb, []))
 
     def work(group: TorchGroup) -> Any:
