@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from reshard.errors import ReshardError
+from reshard.ranks import torch_group
 from reshard.ranks.group import TorchGroup, resolve
 from reshard.ranks.torch_group import TorchSession
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tests.helpers.hosts import Host
 
 _PATIENCE_S = 600  # until a test that hangs is ended: beside other work, ranks take minutes
+_LOOKS = torch_group._SILENT_LOOKS, torch_group._LATE_LOOKS
 
 
 class Signal:
@@ -79,6 +81,11 @@ def only_missing(absent: int) -> Iterator[None]:
         yield
     finally:
         TorchSession._wait = wait  # type: ignore[method-assign]
+
+
+def may_be_silent() -> None:
+    """In the process of a rank: from now on a store that does not answer is given up. Otherwise its server is slow."""
+    torch_group._SILENT_LOOKS, torch_group._LATE_LOOKS = _LOOKS
 
 
 def no_longer_patient() -> None:
@@ -209,6 +216,8 @@ class Job:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # gloo fails on a rank that is not ready when another one ends
+        if interface == "lo":  # else a host with the server may lose its power
+            torch_group._SILENT_LOOKS = torch_group._LATE_LOOKS = 10**9
         try:
             dist.init_process_group("gloo", store=connect(), rank=rank, world_size=world_size)
             group = resolve()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch._C._distributed_c10d
 import torch.distributed as dist
-from tests.helpers.ranks import Job, Signal, only_missing
+from tests.helpers.ranks import Job, Signal, may_be_silent, only_missing
 
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
 from reshard.ranks import torch_group
@@ -311,6 +311,7 @@ def test_a_store_that_is_silent_or_gone() -> None:
     ready, stopped, told, ended, gone = (Signal() for _ in range(5))
 
     def work(group: TorchGroup) -> Any:
+        may_be_silent()
         group.barrier(timeout=LONG)
         ready.set()
         stopped.wait()
@@ -345,6 +346,7 @@ def test_a_store_that_answers_slowly_is_not_silent() -> None:
     over = Signal()
 
     def work(group: TorchGroup) -> Any:
+        may_be_silent()
         group.barrier(timeout=LONG)
         if group.rank == 0:
             over.wait()
@@ -374,6 +376,7 @@ def test_the_store_is_not_silent_while_this_process_is_stopped() -> None:
     asked, over = Signal(), Signal()
 
     def work(group: TorchGroup) -> Any:
+        may_be_silent()
         group.barrier(timeout=LONG)
         if group.rank == 0:
             over.wait()
