@@ -373,7 +373,8 @@ def write_parts(
         plan, upload = job.plan(file.request), upload_of(file.name)
         write = functools.partial(plan.write_part, start=part.start, end=part.end, upload=upload)
         ranges[file.name] = _streamed(write, job, in_ranges or folder, file, report)
-    job.source.check_unchanged()
+    if ranges:  # else it was checked after the files
+        job.source.check_unchanged()
     return written, ranges
 
 

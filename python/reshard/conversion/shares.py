@@ -205,8 +205,9 @@ def digest_of(source: Source, options: Mapping[str, Any]) -> str:
         options: JSON-able.
     """
     path, index = source.data.path, source.data.index
+    stat = path.store.stat if path.is_local else lambda file, **how: locate(file).stat(**how)
     files = [
-        (file.name, file.n_bytes, locate(index.file_path(number)).stat(follow_links=True).modified_ns)
+        (file.name, file.n_bytes, stat(index.file_path(number), follow_links=True).modified_ns)
         for number, file in enumerate(source.files())
     ]
     proof = None if source.manifest is None else source.manifest.digest

@@ -238,7 +238,7 @@ def convert(
         ArgumentError: options that contradict each other, or one of `dst` and `src` is inside the other.
         NamesError: the name map does not match the tensors.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
-        MismatchError: a source without checksums was changed while it was read.
+        MismatchError: a source without checksums was changed while it was read; ranks have planned other conversions.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is unchanged; but a
             folder in a bucket, with `overwrite`, has lost the files of the earlier conversion by then, and shares and
             ranks leave there what they wrote, which opens as no checkpoint.
