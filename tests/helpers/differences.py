@@ -229,6 +229,8 @@ ROWS: list[tuple[str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("option", "`amsgrad`", "told", SAME, adam(amsgrad=True)),
     ("option", "`maximize`", "told", SAME, adam(maximize=True)),
     ("option", "`foreach`", "equal", SAME, adam(foreach=True)),
+    ("option", "`requires_grad` of a layer, which is frozen now", "told", SAME, {"frozen": ("table",)}),
+    ("option", "`requires_grad` of a layer, which was frozen", "told", {"frozen": ("table",)}, {}),
     ("option", "two parameter groups with the same options", "equal", SAME, {"optimizer": groups}),
     ("option", "two parameter groups with different options", "refused", SAME, {"optimizer": functools.partial(groups, weight_decay=0.7)}),
     ("option", "one parameter group, and there were two with different options", "refused", {"optimizer": functools.partial(groups, weight_decay=0.7)}, {}),

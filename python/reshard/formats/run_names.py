@@ -57,6 +57,15 @@ def _renamed(trainer: Mapping[str, Any], rename: Rename, parameters: Mapping[str
         # The name of a module is a prefix of names of tensors; that of an entry of a module is one itself.
         by_name = {_of_module(name, rename): value for name, value in made["modules"].items()}
         made["modules"] = {name: value for name, value in by_name.items() if name is not None}
+    if "frozen" in made:
+        made["frozen"] = {
+            kind: [new for name in names if (new := rename(name)) is not None] for kind, names in made["frozen"].items()
+        }
+    if "orders" in made:
+        made["orders"] = {
+            name: [[new for one in names if (new := rename(one)) is not None] for names in groups]
+            for name, groups in made["orders"].items()
+        }
     if "optimizer" in made:
         made["optimizer"] = _record(made["optimizer"], rename)
     places = made.get("object tensors", {})

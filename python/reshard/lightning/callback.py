@@ -30,7 +30,7 @@ from reshard.lightning.progress import (
     set_not_restarting,
     set_reloaded,
 )
-from reshard.lightning.resuming import How, Resumed, TrainerRun, described_run, resume, schedulers_of, start_from
+from reshard.lightning.resuming import How, Resumed, TrainerRun, described_run, resume, start_from, started_of
 from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
 from reshard.options import Resuming, Retention, Strict, Verify
@@ -38,8 +38,8 @@ from reshard.ranks.group import log_error_of_all, log_of_all, resolve
 from reshard.storage.location import locate, locate_root
 from reshard.torch import rng
 from reshard.torch.left_out import frozen_at_start
+from reshard.torch.metrics import metric_states
 from reshard.torch.optimizers import plain
-from reshard.torch.settings import Started
 from reshard.values.argument_types import Seconds
 from reshard.values.arguments import check
 from reshard.values.events import OnEvent
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
     from reshard.ranks.group import Group
     from reshard.torch.left_out import Frozen
+    from reshard.torch.settings import Started
     from reshard.verbs.save import PendingSave, SaveReport
 
 _PATIENCE_S = 60  # for a save in the background after an exception: other ranks may have ended
@@ -270,6 +271,7 @@ class Saving:
             self._has_begun = True
             if self._resumed is not None:
                 set_reloaded(loop, self._resumed.saved["lightning"])
+                self._resumed.restore_metrics(trainer)
                 if not self._resumed.is_end_of_epoch:
                     go_on_in_epoch(loop)
             self._restore(self._epoch_random)
@@ -515,7 +517,7 @@ class Saving:
     def _begin(self, trainer: Any, *, is_loaded: bool) -> None:
         """Restore what Lightning does not, after it has restored its part; or start from other weights."""
         resumed, init = self._resumed, self._resuming.init_from
-        self._started = Started.of(trainer.optimizers, schedulers_of(trainer))
+        self._started = started_of(trainer)
         if resumed is None:
             if init is not None and is_loaded:
                 raise ArgumentError(
@@ -568,14 +570,17 @@ Saving.__init__.__qualname__ = "ReshardCheckpoint.__init__"  # Python's error fo
 
 
 def _positions(trainer: Any, *, is_end: bool) -> dict[str, Any]:
-    """The position in each loader of training data."""
+    """The position in each loader of training data, and what this rank has logged and counted."""
     n_ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001
     positions = [position_of(loader) for loader in combined.flattened]
+    # Lightning itself resets the metrics that are logged at the end of an epoch.
+    logged = {id(one.value) for one in trainer.fit_loop.epoch_loop._results.values() if not one.is_tensor}  # noqa: SLF001
     return {
         "loaders": [None if one is None else one.state(n_ahead, is_end=is_end) for one in positions],
         "begun again": [] if is_end else begun_again(combined),
         "logged": {} if is_end else logged_in_epoch(trainer),
+        "metrics": metric_states(trainer.lightning_module, logged if is_end else ()),
     }
 
 

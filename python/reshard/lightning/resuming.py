@@ -23,13 +23,24 @@ from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume.parts import object_name
 from reshard.torch.left_out import common_candidates, compare, digests, local_parts
 from reshard.torch.loading import read_for
+from reshard.torch.metrics import set_metrics
+from reshard.torch.modules import frozen_names
+from reshard.torch.optimizers import split_optimizers
 from reshard.torch.published import under_names
-from reshard.torch.resuming import RestoreOptions, check_has_optimizer, initial_state, restore_tensors, with_modules
+from reshard.torch.resuming import (
+    RestoreOptions,
+    check_has_optimizer,
+    check_taken,
+    initial_state,
+    restore_tensors,
+    with_modules,
+)
+from reshard.torch.settings import Started
 from reshard.torch.state import describe
 from reshard.torch.tensors import from_tensor
 from reshard.values.argument_types import VerifyMode
 from reshard.values.events import Observers
-from reshard.values.words import show
+from reshard.values.words import listed, show
 from reshard.verbs.load import LoadRequest, load_with, resumed
 from reshard.verbs.start import initial, with_init
 
@@ -41,7 +52,6 @@ if TYPE_CHECKING:
     from reshard.options import InitFrom, Resuming
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
-    from reshard.torch.settings import Started
     from reshard.torch.state import Described
     from reshard.values.events import OnEvent
 
@@ -99,6 +109,18 @@ def schedulers_of(trainer: Any) -> dict[str, Any]:
     return {"scheduler" if len(found) == 1 else f"scheduler.{number}": one for number, one in enumerate(found)}
 
 
+def optimizers_of(trainer: Any) -> tuple[Any, dict[str, Any]]:
+    """The optimizers of a trainer whose state is saved by parameter, and the others by name."""
+    return split_optimizers(list(trainer.optimizers))
+
+
+def started_of(trainer: Any) -> Started:
+    """The settings of a trainer before the first step."""
+    started = Started.of(optimizers_of(trainer)[0] or (), schedulers_of(trainer))
+    started.frozen = frozen_names(trainer.strategy.model)
+    return started
+
+
 def described_run(
     trainer: Any, started: Started | None, *, timeout: float, compare: bool, leave_out: Collection[str] = ()
 ) -> Described:
@@ -111,10 +133,11 @@ def described_run(
         compare: raise if state that ranks share differs.
         leave_out: keys of tensors of the model that are not described.
     """
+    optimizers, whole = optimizers_of(trainer)
     return describe(
         trainer.strategy.model,
-        trainer.optimizers,
-        objects=schedulers_of(trainer),
+        optimizers,
+        objects=schedulers_of(trainer) | whole,
         lifts=False,
         started=started,
         object_name=object_name,
@@ -226,6 +249,25 @@ class Resumed:
         state, position = loaders.pop(0) if loaders else None, position_of(loader)
         if state is not None and position is not None:
             position.resume(state)
+
+    def restore_metrics(self, trainer: Any) -> None:
+        """Restore the metrics of the model, which are at what they had counted on this rank.
+
+        Args:
+            trainer: the Trainer.
+
+        Raises:
+            MismatchError: the model has other metrics.
+        """
+        states = self.saved.get("lightning per rank", {}).pop("metrics", None)
+        if not states or self.how.given.data == "new":
+            return
+        members = resolve(None)
+        if self.found.world_size == members.world_size:
+            set_metrics(trainer.lightning_module, states)
+            return
+        message = "resume: the states of %s belong to %s ranks, and there are %d: they start anew"
+        log_of_all(members.rank, message, listed(map(show, states)), self.found.world_size, members.world_size)
 
     @property
     def logged(self) -> dict[str, list[float]]:
@@ -339,6 +381,8 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> str:
     """
     members, started = resolve(None), time.monotonic()
     observers = Observers.of(how.on_event, members.rank)
+    if not init.fresh_optimizer:
+        check_taken(optimizers_of(trainer)[1])
     described = described_run(trainer, None, compare=False, timeout=how.timeout)
 
     def read(checkpoint: Checkpoint, _decision: ResumeDecision) -> Read:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from reshard.errors import ArgumentError, UnsupportedError
@@ -16,6 +18,7 @@ from reshard.torch.optimizers import plain
 _log = logging.getLogger("reshard")
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)  # what has no state
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +64,7 @@ def check_hooks(trainer: Any) -> None:
     """Call the hooks `on_save_checkpoint` as a save does, to refuse early what a save would refuse.
 
     Raises:
-        UnsupportedError: as `without_tensors`.
+        UnsupportedError: as `without_tensors`; or a callback has state that cannot be saved.
     """
     module = trainer.lightning_module
     given = module.state_dict()
@@ -70,9 +73,15 @@ def check_hooks(trainer: Any) -> None:
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, module, checkpoint)
         module.on_save_checkpoint(checkpoint)
+        states = {f"the state of the callback {one.state_key}": one.state_dict() for one in trainer.callbacks}
     except Exception as error:  # noqa: BLE001  a hook may need what a run has only later
         _log.debug("a hook `on_save_checkpoint` does not work before the first step: %r", error)
         return
+    for name, value in states.items():
+        try:
+            state_format.dump(_plain(value), name)
+        except ArgumentError as error:
+            raise UnsupportedError(error.message, hint=error.hint) from None
     for value in _weights(before, checkpoint).replaced.values():
         plain(value)
 
@@ -137,9 +146,10 @@ def _warn(message: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As `plain`, with every mapping as a dict and without functions in it."""
-    if isinstance(value, dict) and type(value).__name__ not in {"OrderedDict", "Counter"}:
-        return {key: _plain(item) for key, item in value.items() if not callable(item)}
+    """As `plain`, with every mapping as a dict and without functions in it. Other objects are refused by a save."""
+    if isinstance(value, dict) and type(value).__name__ != "Counter":
+        kept = ((key, _plain(item)) for key, item in value.items() if not isinstance(item, _CODE))
+        return OrderedDict(kept) if type(value) is OrderedDict else dict(kept)
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
-    return plain(value, drop_functions=True)
+    return plain(value)

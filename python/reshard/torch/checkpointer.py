@@ -494,6 +494,7 @@ class Checkpointer:
         members = self._group
         self._check_same(given)
         described = self._describe(run, run.optimizer)
+        run.started.frozen = frozenset(described.live.named.frozen)
         saver = self._saver_of(run)
         self._together(lambda: self._exports.check(model, is_partial=self._leave_out_frozen))
         notes = self._check_saves(saver, described)
@@ -505,7 +506,7 @@ class Checkpointer:
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
         if not is_own and start is not None and not start.fresh_optimizer:
-            check_taken(run)
+            check_taken({name: run.objects[name] for name in run.whole_optimizers})
         how = RestoreOptions(policy, cast, init, device, grown, Settings.of(settings), data)
         mode = self._options.verify.on_load
         is_weights_alone = False

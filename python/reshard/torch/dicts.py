@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from reshard.errors import MismatchError
@@ -94,9 +95,9 @@ def _fit(live: Any, saved: Any, name: str, rules: _Rules, fitted: Fitted) -> Any
         kept = {key: one for key, one in live.items() if key not in saved}
         fitted.missing += [f"{name}[{key!r}]" for key in kept]
         return value | kept
-    if isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
+    if type(live) is type(saved) and type(live) in (list, tuple) and len(live) == len(saved):
         pairs = enumerate(zip(live, saved, strict=True))
-        return [_fit(one, other, f"{name}[{number}]", rules, fitted) for number, (one, other) in pairs]
+        return type(live)(_fit(one, other, f"{name}[{number}]", rules, fitted) for number, (one, other) in pairs)
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         return _fit_tensor(live, saved, name, rules, fitted)
     return saved
@@ -123,6 +124,10 @@ def _fit_tensor(live: torch.Tensor, saved: torch.Tensor, name: str, rules: _Rule
     return saved
 
 
+def _is_alike(live: np.ndarray, saved: np.ndarray) -> bool:
+    return (live.shape, live.dtype) == (saved.shape, saved.dtype) and live.flags.writeable
+
+
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -138,6 +143,10 @@ def _set(live: Any, saved: Any) -> Any:
         live.update(values)
     elif isinstance(live, list) and isinstance(saved, list):
         live[:] = map(_set, [*live, *[None] * len(saved)], saved)
+    elif type(live) is type(saved) is tuple and len(live) == len(saved):
+        return tuple(map(_set, live, saved))
+    elif type(live) is type(saved) is np.ndarray and _is_alike(live, saved):
+        live[...] = saved
     elif not (
         isinstance(live, torch.Tensor)
         and isinstance(saved, torch.Tensor)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 CONSTANTS = "constants"
 """The name of the options of modules in the saved state of a trainer."""
 
+FROZEN = "frozen"
+"""The name of the frozen parameters there: those that were so `always`, only when it `started`, or only `now`."""
+
 # Attribute names under which wrappers keep the wrapped module, and which nothing else uses.
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -63,7 +66,8 @@ class Named:
             are in `tensors`.
         wrapped: what each of those besides is that has several inner tensors, as text by key: `<key>.<name>` are their
             keys.
-        constants: class and options of each module that has none inside, as it prints itself, by name.
+        constants: class and options of each module that has none inside, as it prints itself, by name; and which
+            adapters each layer of peft uses.
         own: the entries that modules add to `state_dict()`. Their tensors are also in `tensors` and `buffers`.
         own_values: those of these entries that are no tensors, by key.
     """
@@ -91,8 +95,8 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
 
     Raises:
         ArgumentError: two different tensors have the same name.
-        UnsupportedError: a module is wrapped in FSDP1 (`FullyShardedDataParallel`), or a parameter is not initialised
-            yet.
+        UnsupportedError: a module is wrapped in FSDP1 (`FullyShardedDataParallel`), a parameter is not initialised
+            yet, or adapters of peft are merged into a weight.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
@@ -104,11 +108,7 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
     found = Named()
     key_of: dict[int, str] = {}
     received: set[int] = set()
-    if isinstance(model, Mapping) and model:
-        roots: list[tuple[str, Any]] = [(f"{name}.", one) for name, one in model.items()]
-    else:
-        roots = [("", one) for one in (model if isinstance(model, Sequence) else [model])]
-    for start, root in roots:
+    for start, root in _roots(model):
         if not isinstance(root, nn.Module):
             is_state = isinstance(root, torch.Tensor)
             raise ArgumentError(
@@ -120,6 +120,8 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
             adds_entries = adds_entries or _adds_entries(module)
             if not module._modules:  # noqa: SLF001
                 found.constants[prefix.removesuffix(".")] = _printed(module)
+            elif _is_a(module, "BaseTunerLayer", "peft"):
+                found.constants[prefix.removesuffix(".")] = _adapters(module, prefix)
             _refuse_first_fsdp(module, prefix)
             received |= _received(module)
             if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):
@@ -160,6 +162,23 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
         if adds_entries:
             _add_own_entries(found, root, start)
     return found
+
+
+def frozen_names(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> frozenset[str]:
+    """The keys of parameters for which no gradient is computed, also of a model that is not initialised yet.
+
+    Example:
+        >>> sorted(frozen_names(nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))))
+        ['0.bias', '0.weight']
+    """
+    key_of: dict[int, str] = {}
+    found: set[str] = set()
+    for start, root in _roots(model):
+        for prefix, module in _walk(root, start):
+            for name, parameter in module._parameters.items():  # noqa: SLF001  `named_parameters` skips repeated ones
+                if parameter is not None and not parameter.requires_grad:
+                    found.add(key_of.setdefault(id(parameter), prefix + name))
+    return frozenset(found)
 
 
 def unloaded(root: nn.Module, state: Mapping[str, Any]) -> tuple[frozenset[str], str | None]:
@@ -260,6 +279,13 @@ def _add_own_entries(found: Named, root: nn.Module, start: str) -> None:
         found.own.append(own)
 
 
+def _roots(model: Any) -> list[tuple[str, Any]]:
+    """The modules in a `model` argument, each with what its names begin with."""
+    if isinstance(model, Mapping) and model:
+        return [(f"{name}.", one) for name, one in model.items()]
+    return [("", one) for one in (model if isinstance(model, Sequence) else [model])]
+
+
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper that has no name in a key."""
     names = _TRANSPARENT | ({"module"} if _is_replicated(module) else set())
@@ -301,6 +327,23 @@ def _printed(module: nn.Module) -> str:
     except Exception:  # noqa: BLE001  code of the user's, for people
         options = ""
     return f"{kind.__name__}({options})"[:200]
+
+
+def _adapters(module: Any, prefix: str) -> str:
+    """Which adapters of a layer of peft are in use: its parameters do not show it.
+
+    Raises:
+        UnsupportedError: adapters are merged into the weight of the layer.
+    """
+    if module.merged:
+        raise UnsupportedError(
+            f"adapters are merged into the weight of {show(prefix.removesuffix('.'))}: a run that loads it would add "
+            "them again",
+            hint="call `unmerge_adapter()` of the model before; to write merged weights, use `merge=True` of an export",
+        )
+    return (
+        f"{type(module).__name__}(active_adapters={module.active_adapters}, disable_adapters={module.disable_adapters})"
+    )
 
 
 def _received(module: nn.Module) -> set[int]:

@@ -26,7 +26,11 @@ from reshard.values.words import ranks_named, show
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+ORDERS = "orders"
+"""The name of the parameters of optimizers whose `state_dict` is saved whole, in the saved state of a trainer."""
+
 _NOT_OPTIONS = ("params", "param_names")  # entries of a parameter group that are not options
+_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +172,8 @@ def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Named
 def split_optimizers(optimizer: object) -> tuple[Any, dict[str, Any]]:
     """Split an `optimizer` argument into optimizers whose state is by parameter, and others by name.
 
-    The others have a `state_dict` of their own: wrappers with copies of the parameters in float32, composite ones.
+    The others have a `state_dict` of their own, or hooks of it: wrappers with copies of the parameters in float32,
+    composite ones.
 
     Example:
         >>> from torch import nn
@@ -197,7 +202,39 @@ def _is_whole(optimizer: Any) -> bool:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
     is_known = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    return not is_known and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return not is_known and _has_own_state_dict(optimizer)
+
+
+def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether other code than that of torch's base class makes the `state_dict()`."""
+    is_other = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    return is_other or any(getattr(optimizer, name, None) for name in _HOOKS)
+
+
+def whole_kind(name: str, one: Any) -> str | None:
+    """The class of an optimizer whose `state_dict` is saved whole; None: the object is no optimizer of torch.
+
+    Example:
+        >>> print(whole_kind("ema", {}))
+        None
+    """
+    one = unwrapped(one)
+    is_optimizer = name.partition(".")[0] == "optimizer" and isinstance(one, torch.optim.Optimizer)
+    return type(one).__name__ if is_optimizer else None
+
+
+def order_of(one: Any, key_of: Mapping[int, str]) -> list[list[str]] | None:
+    """The names of the parameters of an optimizer, by group: its `state_dict` numbers them. None: not all are known.
+
+    Args:
+        one: the optimizer.
+        key_of: as in `named_optimizers`.
+    """
+    groups = getattr(unwrapped(one), "param_groups", None)  # an optimizer of several has none
+    if groups is None:
+        return None
+    names = [[key_of.get(id(p)) for p in group["params"]] for group in groups]
+    return None if any(None in of_group for of_group in names) else names  # type: ignore[return-value]
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -225,9 +262,10 @@ def _local(optimizer: Any) -> Any:
                 hint="use it without `overlap_with_ddp`",
             )
         return optimizer.optim  # type: ignore[attr-defined]
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+    if _has_own_state_dict(optimizer):
         raise UnsupportedError(
-            f"a {type(optimizer).__name__} overrides `state_dict`, so its state cannot be assigned to parameters",
+            f"a {type(optimizer).__name__} overrides `state_dict`, or has hooks of it, so its state cannot be assigned "
+            "to parameters",
             hint="pass it in `Checkpointer.resume(extra={...})`, which saves the `state_dict` of rank 0 unchanged",
         )
     return optimizer

@@ -60,6 +60,14 @@ def check_entries(named: Named) -> None:
         >>> from reshard.torch.modules import named
         >>> check_entries(named(torch.nn.Linear(2, 2)))
     """
+    for name, module in named.extra_state.items():
+        if type(module).set_extra_state is torch.nn.Module.set_extra_state:
+            raise UnsupportedError(
+                f"{show(name or 'the model')}, a {type(module).__name__}, has `get_extra_state`, and not "
+                "`set_extra_state`, so a checkpoint could not be resumed",
+                key=name,
+                hint="give the class both methods, or none",
+            )
     frozen = tuple(f"{key}." for key, one in named.tensors.items() if _is_frozen(named, key, one))
     for own in named.own:
         names = [name for name, key in own.key_of.items() if not key.startswith(frozen)]

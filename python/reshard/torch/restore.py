@@ -6,6 +6,7 @@ must get its values from the checkpoint.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,9 +18,10 @@ from reshard.formats.state import digest_of
 from reshard.formats.weight_sets import advice
 from reshard.options import Settings, Strict
 from reshard.torch.dicts import DictState
-from reshard.torch.modules import CONSTANTS, unloaded
+from reshard.torch.modules import CONSTANTS, FROZEN, unloaded
 from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import (
+    ORDERS,
     OptimizerRecord,
     StateUpdate,
     first_state,
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
 
 
-_PARTS = ("aliases", "modules", "objects", "optimizer", KINDS, STARTED, CONSTANTS)
+_PARTS = ("aliases", "modules", "objects", "optimizer", KINDS, STARTED, CONSTANTS, FROZEN, ORDERS)
 # What optimizers of torch keep for a parameter: of its shape, and as numbers. Other entries are those of the program.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NEEDED = {"Adadelta": ("square_avg", "acc_delta"), "Adagrad": ("sum",), "Adam": _MOMENTS, "AdamW": _MOMENTS,
@@ -219,6 +221,7 @@ def apply(
     if only is None:
         restore.match_others(has_extra=extra is not None)
         restore.match_constants()
+        restore.match_frozen()
     else:
         restore.match_initial_modules()
     trained = restore.compare_trained()
@@ -392,6 +395,8 @@ class _Restore:
     frozen: dict[str, list[str]] = field(default_factory=dict)  # parameters that are not trained now: keys of state
     unfit: list[str] = field(default_factory=list)  # rank-local state that this rank cannot use
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
+    stored: dict[str, str] = field(default_factory=dict)  # the name in the checkpoint of each of these keys
+    thawed: dict[str, bool] = field(default_factory=dict)  # keys of parameters, and whether a gradient is computed
     updates: list[StateUpdate] = field(default_factory=list)
     entries_shared: list[tuple[NamedOptimizer, Mapping[Any, Any]]] = field(default_factory=list)
     calls: list[tuple[str, Callable[[Any], object], Any]] = field(default_factory=list)  # name, call, state
@@ -423,6 +428,7 @@ class _Restore:
                 empty += [key] if local.is_meta else []
             else:
                 self.fills.append((key, local, self._checked(key, local, self.loaded[found])))
+                self.stored[key] = found
                 for other in names:
                     if other in self.loaded:
                         self._check_one(key, found, other)
@@ -738,7 +744,7 @@ class _Restore:
                 self.missing.append(Beside(OF_MODULES, name))
         for name, one in live.objects.items():
             if name in objects:
-                if not self._is_same_kind(name, one):
+                if not self._is_same_kind(name):
                     continue
                 state = self._fitted(name, one, self._with_settings(name, one, objects[name]))
                 self.calls.append((self.object_name(name), one.load_state_dict, state))
@@ -768,6 +774,35 @@ class _Restore:
             )
             self.changed.append(
                 f"{them} of the model {verb[0]} {was}, and {verb[1]} {now} in the program, which is used"
+            )
+
+    def match_frozen(self) -> None:
+        """Compare for which parameters gradients are computed, in a run that trains.
+
+        What the training has changed since it began is restored. Where it began otherwise, the program has changed it.
+        """
+        live, saved = self.described.live, {kind: _names(names) for kind, names in self.extra[FROZEN].items()}
+        trains = bool(live.optimizers) or any(name.partition(".")[0] == "optimizer" for name in live.objects)
+        if not saved or not trains:
+            return
+        differing: dict[bool, list[str]] = {}
+        for key, name in self.stored.items():
+            if key in live.named.buffers or not isinstance(live.named.tensors[key], torch.nn.Parameter):
+                continue
+            is_frozen, was = key in live.named.frozen, next((kind for kind in saved if name in saved[kind]), "")
+            if (was in {"always", "now"}) == is_frozen:
+                continue
+            if (was in {"always", "started"}) == is_frozen:
+                self.thawed[key] = is_frozen
+            else:
+                differing.setdefault(is_frozen, []).append(show(key))
+        for is_frozen, names in differing.items():
+            was, now = ("was trained", "frozen") if is_frozen else ("was frozen", "trained")
+            plural = was if len(names) == 1 else was.replace("was", "were")
+            verb = "is" if len(names) == 1 else "are"
+            self.changed.append(
+                f"{listed(names)} {plural} when the checkpoint was saved, and {verb} {now} in the program "
+                f"(`requires_grad={not is_frozen}`), which is used"
             )
 
     @property
@@ -823,19 +858,28 @@ class _Restore:
             )
         self.changed += [one.told(getattr(self.settings, one.field)) for one in self.differences]
 
-    def _is_same_kind(self, name: str, one: Any) -> bool:
-        """Whether a scheduler has the class of the saved one. Checkpoints without the record are accepted."""
-        saved, now = self.extra[KINDS].get(name), kind_of(one)
-        if saved is None or now is None or saved == now:
+    def _is_same_kind(self, name: str) -> bool:
+        """Whether a scheduler or an optimizer has the class of the saved one, and the latter the same parameters.
+
+        Checkpoints without the record are accepted.
+        """
+        both = [(self.extra[part].get(name), self.described.extra.get(part, {}).get(name)) for part in (KINDS, ORDERS)]
+        part = next((one for one in both if None not in one and one[0] != one[1]), None)
+        if part is None:
             return True
+        saved, now = part
         message = f"{show(self.object_name(name))} was saved as {saved}, and is now {now}"
+        if part is both[1]:
+            pairs = itertools.zip_longest(_flat(saved), _flat(now), fillvalue="none")
+            where = next((f": {show(new)} instead of {show(old)}" for old, new in pairs if old != new), " groups")
+            message = f"{show(self.object_name(name))} numbers its parameters, which have another order or other{where}"
         if self.policy.other_optimizer == "skip" or self.policy.missing == "keep":
             self.changed.append(f"{message}: its saved state is not loaded")
             return False
         raise MismatchError(
             message,
             key=self.object_name(name),
-            hint='give the saved scheduler; `strict={"other_optimizer": "skip"}` starts this one with new state',
+            hint='give the saved one; `strict={"other_optimizer": "skip"}` starts this one with new state',
         )
 
     def _fitted(self, name: str, one: Any, saved: Any) -> Any:
@@ -1026,6 +1070,8 @@ class _Restore:
             set_options(group, options)
         for one in self.rescheduled:
             set_rates(one)
+        for key, is_trained in self.thawed.items():
+            named.tensors[key].requires_grad_(is_trained)
         started = self.described.live.started
         if started is not None:
             started.schedulers |= self.in_effect.schedulers
@@ -1088,6 +1134,16 @@ def _part(extra: Mapping[str, Any], name: str) -> dict[str, Any]:
     if type(value) is not dict or not all(isinstance(key, str) for key in value):
         raise MismatchError(f"`extra` has {show(name)} of type {type(value).__name__}, expected a mapping of names")
     return value
+
+
+def _flat(groups: Any) -> list[str]:
+    return [str(name) for group in groups for name in group] if isinstance(groups, list) else []
+
+
+def _names(value: Any) -> set[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise MismatchError(f"`extra` has {show(FROZEN)} with a value of type {type(value).__name__}, expected names")
+    return set(value)
 
 
 def _tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:

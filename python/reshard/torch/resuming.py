@@ -79,16 +79,19 @@ def check_has_optimizer(found: Read, saved: Mapping[str, Any], options: RestoreO
     return [f"the checkpoint holds no optimizer state{_unread(found)}: the optimizer starts with new state"]
 
 
-def check_taken(run: Run) -> None:
+def check_taken(whole: Mapping[str, Any]) -> None:
     """Refuse a start with the state of an optimizer that a start does not load.
 
+    Args:
+        whole: the optimizers with a `state_dict` of their own, by name.
+
     Raises:
-        UnsupportedError: an optimizer has a `state_dict` of its own.
+        UnsupportedError: there is one.
     """
-    for name in sorted(run.whole_optimizers):
+    for name in sorted(whole):
         raise UnsupportedError(
-            f"`fresh_optimizer=False`: `{name}` is a {type(run.objects[name]).__name__} with a `state_dict` of its "
-            "own, and a start loads the state of no such optimizer",
+            f"`fresh_optimizer=False`: `{name}` is a {type(whole[name]).__name__} with a `state_dict` of its own, and "
+            "a start loads the state of no such optimizer",
             key=name,
             hint="leave `fresh_optimizer` out, or go on with the run itself with `resume_training`",
         )

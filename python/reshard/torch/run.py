@@ -15,6 +15,7 @@ from reshard.resume.parts import object_name
 from reshard.torch.checks import count
 from reshard.torch.dicts import DictState
 from reshard.torch.loaders import FollowedLoader, followed
+from reshard.torch.metrics import MetricState, is_metric
 from reshard.torch.optimizers import split_optimizers, unwrapped
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.settings import Started
@@ -144,6 +145,8 @@ class Run:
 
 
 def _with_state(one: Any) -> Any:
+    if is_metric(one):
+        return MetricState(one)
     return DictState(one) if isinstance(one, dict) and not hasattr(one, "state_dict") else one
 
 

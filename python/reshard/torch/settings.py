@@ -61,10 +61,12 @@ class Started:
     Attributes:
         options: options of the parameter groups, of each optimizer.
         schedulers: states of the schedulers, by name; only values that can be compared.
+        frozen: keys of the parameters for which no gradient is computed; None: not known.
     """
 
     options: list[list[dict[str, Any]]] = field(default_factory=list)
     schedulers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    frozen: frozenset[str] | None = None
 
     @classmethod
     def of(cls, optimizers: Iterable[Any], objects: Mapping[str, Any]) -> Started:

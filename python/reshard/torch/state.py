@@ -25,16 +25,19 @@ from reshard.layout import ModelLayout
 from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve
 from reshard.torch.common_layout import layout_of
-from reshard.torch.modules import CONSTANTS, Named, named
+from reshard.torch.modules import CONSTANTS, FROZEN, Named, named
 from reshard.torch.objects import TENSORS, Lifted, lift
 from reshard.torch.optimizers import (
+    ORDERS,
     NamedOptimizer,
     OptimizerRecord,
     check_slots,
     merge_records,
     named_optimizers,
+    order_of,
     plain,
     record_state,
+    whole_kind,
 )
 from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, local_part, row_of
 from reshard.torch.schedulers import KINDS, kind_of, unwrapped
@@ -310,14 +313,18 @@ def describe(
         names = frozenset(own.live.named.tensors)
         constants = dict(own.live.named.constants)
         return own.described(
-            _Agreed(record, own.own_state(), aliases, names, local=local, constants=constants), members
+            _Agreed(record, own.own_state(), aliases, names, local=local, constants=constants, frozen=own.frozen()),
+            members,
         )
     rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, _PARTS, timeout)
     if compare:
         _check_objects(digests, object_name, members.world_size, own.object_states, gather)
     aliases = {}
     texts: dict[str, set[str]] = {}
+    frozen: dict[str, set[str]] = {}
     for value, _ in records:
+        for kind, keys in value.frozen.items():
+            frozen.setdefault(kind, set()).update(keys)
         aliases |= value.aliases
         for name, text in value.constants.items():
             texts.setdefault(name, set()).add(text)
@@ -358,6 +365,7 @@ def describe(
         local=local,
         differing=differing,
         constants={name: next(iter(found)) for name, found in texts.items() if len(found) == 1},
+        frozen={kind: sorted(keys) for kind, keys in frozen.items()},
     )
     return own.described(agreed, members)
 
@@ -413,11 +421,15 @@ class _ModelPart:
 
 @dataclass(frozen=True)
 class _RecordPart:
-    """The record of a rank's optimizers, other names of its tensors with their keys, and options of its modules."""
+    """The record of a rank's optimizers, other names of its tensors with their keys, and options of its modules.
+
+    Also the parameters that are frozen, or were when the run began.
+    """
 
     record: _Packed
     aliases: dict[str, str]
     constants: dict[str, str]
+    frozen: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -456,6 +468,7 @@ class _RankState:
     shapes: dict[str, tuple[int, ...]]
     object_states: dict[str, Lifted]
     beside: dict[str, list[str]]
+    orders: dict[str, list[list[str]]]
 
     @classmethod
     def of(
@@ -514,7 +527,20 @@ class _RankState:
                 is_inner = ":" in key.partition(".")[0]
                 beside["local" if is_inner or _is_of_part(states[key], parameter) else "other"].append(key)
         live = LiveState(found, optimizers, objects, states, lifted, started)
-        return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
+        orders = {
+            name: order
+            for name, one in objects.items()
+            if whole_kind(name, one) is not None and (order := order_of(one, key_of | found.wrappers)) is not None
+        }
+        return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside, orders)
+
+    def frozen(self) -> dict[str, list[str]]:
+        """The parameters that are frozen, or were when the run began; empty if that is not known."""
+        before = None if self.live.started is None else self.live.started.frozen
+        if before is None:
+            return {}
+        now = self.live.named.frozen
+        return {"always": sorted(now & before), "started": sorted(before - now), "now": sorted(now - before)}
 
     def own_state(self) -> dict[str, dict[str, Any]]:
         """State of parameters and modules besides tensors, on this rank."""
@@ -550,7 +576,7 @@ class _RankState:
             self.row,
             model,
             optimizer,
-            _RecordPart(packed, dict(self.live.named.aliases), dict(self.live.named.constants)),
+            _RecordPart(packed, dict(self.live.named.aliases), dict(self.live.named.constants), self.frozen()),
             _StatePart(names, _Packed.of(state, "state"), state_format.digest_of(state)),
             self.beside,
             {
@@ -593,9 +619,13 @@ class _RankState:
         }
         if agreed.constants:
             extra[CONSTANTS] = agreed.constants
-        kinds = {name: kind for name, one in self.live.objects.items() if (kind := kind_of(one)) is not None}
-        if kinds:
-            extra[KINDS] = kinds
+        if agreed.frozen:
+            extra[FROZEN] = agreed.frozen
+        kinds = {name: kind_of(one) or whole_kind(name, one) for name, one in self.live.objects.items()}
+        if any(kinds.values()):
+            extra[KINDS] = {name: kind for name, kind in kinds.items() if kind is not None}
+        if self.orders:
+            extra[ORDERS] = self.orders
         if self.live.started is not None and self.live.started.schedulers:
             extra[STARTED] = self.live.started.schedulers
         entries = {name: one.entries for name, one in self.object_states.items() if one.entries}
@@ -647,6 +677,7 @@ class _Agreed:
         differing: names of parameters and modules whose state besides tensors differs between ranks; it is saved as
             rank-local state.
         constants: options of the modules of all ranks, by name, where they are the same on all that have the module.
+        frozen: as of `_RankState.frozen`, of all ranks.
     """
 
     record: OptimizerRecord
@@ -660,6 +691,7 @@ class _Agreed:
     local: frozenset[str] = frozenset()
     differing: dict[str, list[str]] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
+    frozen: dict[str, list[str]] = field(default_factory=dict)
 
 
 def _refuse_trained_wrappers(found: Named, optimizers: Sequence[NamedOptimizer]) -> None:

@@ -30,7 +30,7 @@ import reshard
 from reshard.accelerate.loader import follow, is_prepared
 from reshard.commit.roots import iteration_folder_name
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.formats.state import PerRank
+from reshard.formats.state import PerRank, digest_of
 from reshard.formats.trainer_run import names
 from reshard.formats.trainer_run.reader import scheduler_state
 from reshard.options import InitFrom, Resuming, Retention
@@ -68,6 +68,7 @@ _OVERRIDDEN = (
     "_save_checkpoint",
     "_load_best_model",
 )
+_LOADING = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
 _SKIP = "skip_first_batches"  # function in the module of Trainer
 # Fields of TrainerState that are restored. The others follow from the arguments of this run.
 _RESTORED = (
@@ -138,6 +139,10 @@ def resuming(trainer: Trainer, plan: Plan) -> None:
         )
     check_arguments(trainer)
     own = type(trainer)
+    loads = [name for name in _LOADING if getattr(own, name) is not getattr(Trainer, name)]
+    if loads:
+        message = "%s overrides %s: state of its own in folders `checkpoint-<N>` is neither saved nor restored"
+        log_of_all(None, message, show(own.__name__), listed(map(show, loads)))
     trainer.__class__ = type(
         own.__name__, (ResumingTrainer, own), {"__module__": own.__module__, "__doc__": own.__doc__}
     )
@@ -536,7 +541,8 @@ class _Training:
             setattr(trainer.state, name, saved[name])
         if saved["best_global_step"] is not None:
             trainer.state.best_model_checkpoint = str(self._folder(saved["best_global_step"]))
-        self._restore_callbacks(saved["stateful_callbacks"])
+        states = self._saved.get("callbacks")
+        self._restore_callbacks(saved["stateful_callbacks"] if states is None else states)
         if self._complete >= max_steps:
             return self.n_epochs, 0  # Trainer itself would make one more step
         return self._data.epochs, self._data.batches
@@ -557,9 +563,19 @@ class _Training:
         return start
 
     def _restore_callbacks(self, states: Mapping[str, Any]) -> None:
-        for name, callbacks in self._stateful().items():
-            known = states.get(name, [])
+        """Set the attributes of the callbacks with state, and say what differs."""
+        found = self._stateful()
+        for name in {**states, **found}:
+            callbacks, known = found.get(name, []), states.get(name, [])
+            if len(callbacks) != len(known):
+                message = "resume: the checkpoint has the state of %s of the class `%s`, and the trainer has %d"
+                log_of_all(None, message, counted(len(known), "callback"), name, len(callbacks))
             for one, state in zip(callbacks, known, strict=False):
+                now = one.state().get("args", {})
+                for argument, was in state.get("args", {}).items():
+                    if argument in now and digest_of([now[argument]]) != digest_of([was]):
+                        message = "resume: `%s` of `%s` was %r, and is %r in the program, which is used"
+                        log_of_all(None, message, argument, name, was, now[argument])
                 for attribute, value in state.get("attributes", {}).items():
                     setattr(one, attribute, value)
 
@@ -604,10 +620,10 @@ class _Training:
         trainer = self.trainer
         trainer.store_flos()
         state = {name: getattr(trainer.state, name) for name in _RESTORED}
-        state["stateful_callbacks"] = {name: [one.state() for one in ones] for name, ones in self._stateful().items()}
         loss = getattr(trainer, "_tr_loss", torch.tensor(0.0, device=trainer.args.device))
         return {
             "state": json.dumps(state, default=float),
+            "callbacks": {name: [one.state() for one in ones] for name, ones in self._stateful().items()},
             "pending": {
                 "losses": trainer.accelerator.gather(loss.detach().reshape(1)).tolist(),
                 "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
