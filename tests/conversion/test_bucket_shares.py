@@ -355,6 +355,29 @@ def test_a_folder_is_not_listed_for_a_share_that_is_not_written_yet(
     assert not [path for path in lists if "delimiter=" not in path and "max-keys=1" not in path]
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_records_are_read_several_at_a_time(bucket: tuple[Location, Proxy], source: Path) -> None:
+    target, proxy = bucket
+    reshard.convert(source, str(target), share=(0, 2), **TARGETS["safetensors"])
+    names = ("share-0.json", "share-1.json")
+    asked = {name: threading.Event() for name in names}
+
+    def wait(method: str, path: str) -> None:
+        name = unquote(path).rpartition("/")[2]
+        if method == "GET" and name in asked and written:
+            asked[name].set()
+            assert all(one.wait(30) for one in asked.values()), "one after the other"
+
+    def note(method: str, path: str) -> None:
+        if method == "PUT" and unquote(path).endswith(names[1]):
+            written.append(path)
+
+    written: list[str] = []
+    proxy.before, proxy.after = wait, note
+    assert reshard.convert(source, str(target), share=(1, 2), **TARGETS["safetensors"]).pending == ()
+    assert written
+
+
 @pytest.mark.slow(disk=False)
 def test_one_of_several_shares_takes_over_what_was_left(
     s3: S3Server, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 MIN_UPLOAD_BYTES = 32 << 20  # smaller files belong to one share: they have few parts
 _MAX_RECORD_BYTES = 64 << 20
+_READS_AT_ONCE = 16
 _PUBLISHES = "publishes.json"
 _PUBLISHED = "published.json"
 _LOST = "lost.json"
@@ -172,15 +174,16 @@ class BucketShares:
         """
         e_tags = self.bucket.e_tags()
         found, parts = dict[str, WrittenObject](), dict[str, list[SentParts]]()
-        for index in range(self.share.count):
-            share = type(self.share)(index, self.share.count)
-            record = self._read(share.name, lambda: e_tags)
+        shares = [type(self.share)(index, self.share.count) for index in range(self.share.count)]
+        with ThreadPoolExecutor(_READS_AT_ONCE) as threads:
+            records = list(threads.map(lambda share: self._read(share.name, lambda: e_tags), shares))
+        for share, record in zip(shares, records, strict=True):
             if record is None:
                 (self.folder / share.name).remove_file()
                 raise DamagedFileError(
-                    f"share {index} of {share.count} does not have the files of its record",
+                    f"share {share.index} of {share.count} does not have the files of its record",
                     path=str(self.folder / share.name),
-                    hint=f"write it again: `share=({index}, {share.count})`",
+                    hint=f"write it again: `share=({share.index}, {share.count})`",
                 )
             found |= record.files
             for name, one in record.parts.items():
