@@ -1,4 +1,7 @@
-"""Calls of the command line: within the process, as a process, and on a terminal."""
+"""Calls of the command line: within the process, as a process, and on a terminal.
+
+Commands that take seconds print lines of progress to stderr. Here none does, however slow the machine is.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,15 @@ from typing import Any
 import click
 from click.testing import CliRunner, Result
 
-from reshard.cli import main
+from reshard.cli import main, output
 
-PROGRAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'reshard'; from reshard.cli import main; main()"]
+_NO_LINES = "output._LINE_SECONDS = output.ProgressLines.wait_s = 3600.0"
+PROGRAM = [
+    sys.executable,
+    "-c",
+    f"import sys; sys.argv[0] = 'reshard'; from reshard.cli import main, output; {_NO_LINES}; main()",
+]
+output._LINE_SECONDS = output.ProgressLines.wait_s = 3600.0
 
 
 def run(*args: object) -> Result:
