@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -15,7 +18,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from reshard.errors import UnsupportedError
-from reshard.lightning import ReshardCheckpoint
+from reshard.lightning import ReshardCheckpoint, callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,13 +63,15 @@ class Model(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
-def run(folder: Path, *callbacks: Callback, stop: int = -1, seed: int = 0, model: type[Model] = Model) -> Any:
+def run(
+    folder: Path, *callbacks: Callback, stop: int = -1, seed: int = 0, model: type[Model] = Model, saving: Any = None
+) -> Any:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     pl.seed_everything(seed, verbose=False)
     made = model(stop)
     trainer = pl.Trainer(
-        callbacks=[ReshardCheckpoint(folder, every_n_train_steps=5), *callbacks],
+        callbacks=[ReshardCheckpoint(folder, **(saving or {"every_n_train_steps": 5})), *callbacks],
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -98,6 +103,40 @@ def test_metrics_go_on_within_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", [12, 27, 37])
 def test_a_backbone_that_was_unfrozen_is_trained(tmp_path: Path, stop: int) -> None:
     check_resumes(tmp_path, lambda: BackboneFinetuning(1, lambda _: 1.1, backbone_initial_ratio_lr=0.5), stop=stop)
+
+
+class Accumulating(Model):
+    """Makes a step of the optimizer every fourth batch itself, and is interrupted between two of them."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(stop)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 2 and self.global_step == self.stop and self.seen[-1][0] == self.stop:
+            raise Stop
+        loss = self.head(torch.relu(self.backbone(batch[0]))).square().mean()
+        self.seen.append((self.global_step, self.current_epoch, float(loss.detach()).hex()))
+        self.log("error", loss.detach())
+        self.error.update(loss.detach(), loss.detach())
+        self.mean.update(loss.detach())
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        if (index + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_save_by_time_waits_for_a_step_of_manual_optimization(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()  # one for each batch: a save would be due at the first one of a step
+    monkeypatch.setattr(callback, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    saving = {"train_time_interval": timedelta(seconds=5), "every_n_train_steps": None}
+    expected = run(tmp_path / "whole", model=Accumulating, saving=saving)
+    run(tmp_path / "torn", model=Accumulating, saving=saving, stop=2)
+    found = run(tmp_path / "torn", seed=7, model=Accumulating, saving=saving)
+    assert found == expected[len(expected) - len(found) :]
 
 
 class Own(torch.optim.AdamW):

@@ -84,7 +84,8 @@ class Saving:
         save_top_k: number of best iterations that are kept; -1: all iterations; 0: none.
         save_last: save also when the iteration is not among the best.
         every_n_train_steps: steps from one save to the next.
-        train_time_interval: time from one save to the next.
+        train_time_interval: time from one save to the next. With manual optimization a save follows a batch in which an
+            optimizer has made a step.
         every_n_epochs: epochs from one save to the next.
         save_on_train_epoch_end: whether saves by epoch are made at the end of training epochs, else after validations.
         keep: number of newest iterations that are kept besides the best. With 2, a damaged one has a predecessor.
@@ -171,6 +172,7 @@ class Saving:
         self._pending: PendingSave[SaveReport] | None = None
         self._is_due = self._saves_now = False
         self._time = time.monotonic()
+        self._last_step = 0
         self._resumed: Resumed | None = None
         self._started: Started | None = None
         self._epoch_random: dict[str, Any] | None = None
@@ -323,6 +325,7 @@ class Saving:
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         check_hooks(trainer)
         self._is_due, self._saves_now, self._time = False, False, time.monotonic()
+        self._last_step = trainer.global_step
         if self._resumed is not None:
             self._last_global_step_saved = trainer.global_step
         if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
@@ -340,8 +343,12 @@ class Saving:
         every, interval = self._every_n_train_steps, self._train_time_interval
         if every and trainer.global_step % every == 0:
             self._is_due = True
+        # With manual optimization only the model knows whether gradients are accumulated: not after a step.
+        is_whole = trainer.lightning_module.automatic_optimization or trainer.global_step != self._last_step
+        self._last_step = trainer.global_step
         if interval is not None:
-            self._is_due |= trainer.strategy.broadcast(time.monotonic() - self._time >= interval.total_seconds())
+            is_time = trainer.strategy.broadcast(time.monotonic() - self._time >= interval.total_seconds())
+            self._is_due |= is_time and is_whole
         self._is_due &= trainer.global_step != self._last_global_step_saved  # with accumulated gradients
         if self._is_due and not is_end_of_epoch(trainer):
             fit_loop = trainer.fit_loop
