@@ -296,7 +296,15 @@ class Checkpoint:
             raise ArgumentError(f'`part` is {part!r}; "model", "optimizer" or "all" are accepted')
         if not self.data.has_optimizer():
             return self._all_keys() if part == "model" else []
-        return [key for key in self._keys if self.data.part(key) == part]
+        wanted = part == "optimizer"
+        flags = zip(self._all_keys(), self._in_optimizer, strict=True)
+        return [key for key, in_optimizer in flags if in_optimizer == wanted]
+
+    @functools.cached_property
+    def _in_optimizer(self) -> bytes:
+        """For each key whether it belongs to the optimizer: a byte, as there can be a million."""
+        part = self.data.part
+        return bytes(part(key) == "optimizer" for key in self._all_keys())
 
     def _all_keys(self) -> list[str]:
         # One call instead of one for each key.
