@@ -39,7 +39,6 @@ __all__ = [
     "FlatLines",
     "FolderEntry",
     "GgufTensor",
-    "HeldCopy",
     "Index",
     "IndexPattern",
     "Joined",
@@ -324,23 +323,6 @@ class RankTensor(NamedTuple):
     key: str
     kind: TensorKind
     local: tuple[int, ...]
-
-class HeldCopy(NamedTuple):
-    """An array of a rank that is a copy of others.
-
-    Attributes:
-        rank: the rank.
-        file: the number of its file.
-        name: its stored name.
-        shape: its shape.
-        dtype: its dtype.
-    """
-
-    rank: int
-    file: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 class DcpObject(NamedTuple):
     """A value in a folder of `torch.distributed.checkpoint` that is no tensor.
@@ -1119,8 +1101,8 @@ class Index:
         rows; more than 4 million tiles raise UnsupportedError.
         """
 
-    def metadata_layout(self, key: str) -> DeviceLayout | None:
-        """Return the recorded device layout, one object for all tensors of it; None if it is null or not recorded."""
+    def metadata_layouts(self) -> dict[str, DeviceLayout]:
+        """Return the recorded device layout of each tensor that has one; one object for all tensors of a layout."""
 
     def metadata_dtype(self, key: str) -> str | None:
         """Return the dtype in the spelling of metadata.json; None if it is not recorded."""
@@ -1210,6 +1192,19 @@ class Index:
             keys: the tensor of each; None: the names are the keys.
         """
 
+    def first_different(
+        self,
+        groups: Sequence[
+            Sequence[tuple[int, int, str, tuple[int, ...], int, tuple[int, ...], str, tuple[int, ...] | None]]
+        ],
+    ) -> tuple[int, int] | None:
+        """The first group of stored arrays of which one holds other bytes than the first one, and the number of this one.
+
+        Args:
+            groups: of each array a number that is not used, the number of the file, the stored name and shape, the first
+                element in the stored array, shape and dtype, and the strides in elements, unless they are row-major.
+        """
+
     def close(self) -> None:
         """Close the files. Views stay valid; every later read raises ArgumentError."""
 
@@ -1271,6 +1266,14 @@ class Plan:
             out: a writable C-contiguous buffer for each array.
             threads: number of threads; None: `default_threads()`.
             progress: called as `progress(done_bytes, total_bytes)`.
+        """
+
+    def are_equal(self, other: Plan, *, threads: int | None = None) -> list[bool]:
+        """For each array whether it has the same bytes as the one of another plan. Both plans are read into memory.
+
+        Args:
+            other: with as many arrays.
+            threads: number of threads; None: `default_threads()`.
         """
 
     def views(self) -> list[tuple[Buffer, int] | None]:
@@ -1857,8 +1860,16 @@ class RankTensors:
             CoverageError: the parts of a tensor leave a hole, or overlap.
         """
 
-    def copies(self, key: str) -> list[list[HeldCopy]]:
-        """The groups of arrays that are copies of each other, of a tensor."""
+    def first_different(self, index: Index, keys: Sequence[str]) -> tuple[str, *tuple[int, ...]] | None:
+        """The first of some tensors of which ranks hold different bytes where they should hold copies.
+
+        Args:
+            index: with the files.
+            keys: the tensors.
+
+        Returns:
+            Its key, and two ranks: the first one that holds the part, and one that holds other bytes.
+        """
 
 def read_torch_ranks(
     files: Sequence[tuple[str, int, int]], *, prefix: str = "", n_ranks: int | None = None

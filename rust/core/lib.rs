@@ -88,6 +88,8 @@ pub mod read {
     pub(crate) mod fetch;
 
     pub mod copy;
+
+    pub mod copies;
 }
 
 /// Writing files durably: one, many small ones of a folder, or in the background.
@@ -106,5 +108,5 @@ pub use error::{Error, Kind, Result};
 pub use files::{checksum, header, listed, local_array, shard_file, source};
 pub use geometry::{dtype, joined, layout, mesh, region, tile};
 pub use planning::{extents, flat, index, plan, request, stored};
-pub use read::{copy, window};
+pub use read::{copies, copy, window};
 pub use write::{route, small_files, snapshot, writer};

@@ -396,8 +396,7 @@ class CheckpointData:
 
     def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:  # noqa: ARG002
         """The recorded device layout of each tensor that has one; `shapes()` gives the shapes of all."""
-        keys = map(self.index.key, range(len(self.index)))
-        return {key: layout for key in keys if (layout := self.index.metadata_layout(key)) is not None}
+        return self.index.metadata_layouts()
 
     def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:  # noqa: ARG002
         """The recorded layout of the whole checkpoint, or None."""

@@ -12,20 +12,21 @@ The core decodes the files (`_core.read_torch_ranks`); nothing in them is execut
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from reshard._core import TensorKind
 from reshard.errors import UnsupportedError
-from reshard.formats.rank_replicas import HeldArray, Replicas
+from reshard.formats.rank_replicas import Replicas
 from reshard.formats.run_state import is_optimizer
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard import _core
+    from reshard._core import StoredArray
 
 _log = logging.getLogger("reshard")
 
@@ -100,28 +101,33 @@ def add_tensors(
     """
     holder = {key: of_files for of_files, keys in tensors for key in of_files.add_to(index, list(keys), hint)}
     return Replicas(
+        index,
         _Copies(holder),
         "the ranks should hold copies: the files are of different saves, or a rank went on without the others",
     )
 
 
-class _Copies(Mapping[str, "list[list[HeldArray]]"]):
-    """The copies of each tensor, made when they are asked for: a run of 256 ranks can have a million."""
+class _Copies:
+    """The copies of each tensor, which the core finds when it compares them: a run of 256 ranks can have a million."""
 
     def __init__(self, holder: Mapping[str, _core.RankTensors]) -> None:
         self._holder = holder
 
-    def __getitem__(self, key: str) -> list[list[HeldArray]]:
-        return [
-            [HeldArray(one.rank, one.file, one.name, one.shape, 0, one.shape, one.dtype) for one in group]
-            for group in self._holder[key].copies(key)
-        ]
-
     def __contains__(self, key: object) -> bool:
         return key in self._holder
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._holder)
-
     def __len__(self) -> int:
         return len(self._holder)
+
+    def keys_of(self, stored: StoredArray) -> Collection[str]:
+        """As `rank_replicas.Copies.keys_of`: of several parts in a file, each has a number."""
+        return [key for key in (stored.name, stored.name.rpartition("[")[0]) if key in self._holder]
+
+    def different(self, index: _core.Index, keys: Sequence[str]) -> tuple[str, int, int] | None:
+        """As `rank_replicas.Copies.different`."""
+        for holder, of_holder in itertools.groupby(keys, self._holder.__getitem__):
+            found = holder.first_different(index, list(of_holder))
+            if found is not None:
+                key, *ranks = found
+                return key, ranks[0], ranks[1]
+        return None

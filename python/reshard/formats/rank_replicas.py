@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from reshard import _core, dtypes
 from reshard._core import StoredArray, Tile
 from reshard.errors import MismatchError
-from reshard.formats.outputs import load_all
-from reshard.values.indexing import row_major
+from reshard.values.indexing import in_batches
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-_BATCH_BYTES = 4 << 20
-_ROUND_ARRAYS = 1 << 14
+    from reshard import _core
+
+_BATCH_ARRAYS = 1 << 14
+"""Copies of which the core is told at once: a run of 256 ranks can have a million."""
 
 
 class HeldArray(NamedTuple):
@@ -103,52 +103,84 @@ def _overlaps(tiles: Iterable[tuple[Tile, HeldArray]]) -> Iterator[list[HeldArra
             first[tile.offset, tile.shape] = tile, array
 
 
-class Replicas:
-    """The copies of each tensor that has any, and which of them have been compared."""
+class Copies(Protocol):
+    """Which stored arrays are read as copies of each other."""
 
-    def __init__(self, copies: Mapping[str, Sequence[Sequence[HeldArray]]], hint: str) -> None:
-        """Note the copies.
+    def __contains__(self, key: object, /) -> bool:
+        """Whether there are copies of a tensor."""
 
-        Args:
-            copies: by key, groups of arrays that are read as copies of each other.
-            hint: for the message about copies that differ.
-        """
-        self._copies = copies
-        self._hint = hint
-        self._equal: set[str] = set()
+    def __len__(self) -> int:
+        """How many tensors have copies."""
+
+    def keys_of(self, stored: StoredArray, /) -> Collection[str]:
+        """The tensors of which a stored array holds copies; there can be others among them."""
+
+    def different(self, index: _core.Index, keys: Sequence[str], /) -> tuple[str, int, int] | None:
+        """The first of some tensors of which copies differ, and two ranks that hold different ones."""
+
+
+class ListedCopies(dict[str, list[list[HeldArray]]]):
+    """By key, groups of arrays that are read as copies of each other."""
 
     @cached_property
     def _keys_of(self) -> Mapping[tuple[int, str], set[str]]:
         """The keys of the arrays of each stored array."""
         keys_of: dict[tuple[int, str], set[str]] = {}
-        for key, of_key in self._copies.items():
+        for key, of_key in self.items():
             for array in (array for group in of_key for array in group):
                 keys_of.setdefault((array.file, array.stored), set()).add(key)
         return keys_of
+
+    def keys_of(self, stored: StoredArray) -> Collection[str]:
+        """As `Copies.keys_of`."""
+        return self._keys_of.get((stored.file, stored.name), ())
+
+    def different(self, index: _core.Index, keys: Sequence[str]) -> tuple[str, int, int] | None:
+        """As `Copies.different`."""
+        groups = ((key, group) for key in keys for group in self[key])
+        for batch in in_batches(groups, lambda one: len(one[1]), _BATCH_ARRAYS):
+            found = index.first_different([group for _, group in batch])
+            if found is not None:
+                key, group = batch[found[0]]
+                return key, group[0].rank, group[found[1]].rank
+        return None
+
+
+class Replicas:
+    """The copies of each tensor that has any, and which of them have been compared."""
+
+    def __init__(self, index: _core.Index, copies: Copies, hint: str) -> None:
+        """Note the copies.
+
+        Args:
+            index: with the tensors.
+            copies: which arrays of them are copies.
+            hint: for the message about copies that differ.
+        """
+        self._index = index
+        self._copies = copies
+        self._hint = hint
+        self._equal: set[str] = set()
 
     def check(self, index: _core.Index, keys: Iterable[str]) -> None:
         """Compare the copies of which some tensors consist, unless that was done before.
 
         Args:
-            index: an index of the files.
-            keys: tensors of the index, also of one with other names.
+            index: that of the tensors, or one of the same files with other tensors.
+            keys: tensors of this index.
 
         Raises:
             MismatchError: copies differ.
             DamagedFileError, StorageError: while reading.
         """
         pending: set[str] = set()
-        for key in keys if self._copies else ():
-            if key in self._copies:
-                pending.add(key)
-                continue
-            for stored in index.stored(key):
-                pending |= self._keys_of.get((stored.file, stored.name), set())
+        if index is self._index:
+            pending.update(key for key in keys if key in self._copies)
+        elif self._copies:
+            stored = (one for key in keys for one in index.stored(key))
+            pending.update(key for one in stored for key in self._copies.keys_of(one))
         pending -= self._equal
-        if not pending:
-            return
-        groups = ((key, group) for key in sorted(pending) for group in self._copies[key])
-        different = next(_different(index, groups), None)
+        different = self._copies.different(index, sorted(pending)) if pending else None
         if different is not None:
             key, rank, other = different
             raise MismatchError(
@@ -162,83 +194,4 @@ class Replicas:
 
 def are_equal(index: _core.Index, arrays: Sequence[HeldArray]) -> bool:
     """Whether arrays of the files of an index hold the same bytes."""
-    return next(_different(index, [("", arrays)]), None) is None
-
-
-def _different(index: _core.Index, groups: Iterable[_Group]) -> Iterator[tuple[str, int, int]]:
-    """The key of arrays that differ, with their ranks."""
-    again = index.files_again(range(index.n_files))
-    first = 0
-    try:
-        for described in _rounds(groups):
-            for n, (_, group) in enumerate(described, first):
-                # One after the other in the first dim of one tensor: of many small ones an index has less to hold.
-                shape = group[0].shape or (1,)
-                stored = []
-                for i, array in enumerate(group):
-                    strides = (row_major(array.shape) if array.strides is None else array.strides) or (1,)
-                    stored.append(array.tiled([Tile((i * shape[0], *(0 for _ in shape[1:])), shape, 0, strides)]))
-                again.add_tiles(str(n), group[0].dtype, (len(group) * shape[0], *shape[1:]), stored)
-            for batch in _batches(described):
-                yield from _different_of(again, described, first, batch)
-            first += len(described)
-    finally:
-        again.close()
-
-
-def _different_of(
-    again: _core.Index, groups: Sequence[_Group], first: int, batch: Sequence[_Unit]
-) -> Iterator[tuple[str, int, int]]:
-    """As `_different`, of the rows of a batch. The groups are those from number `first` on of the index."""
-    request = _core.Request()
-    for n, (start, *rest), shape in batch:
-        group = groups[n][1]
-        n_rows = (group[0].shape or (1,))[0]
-        for i in range(len(group)):
-            request.add_region(f"{first + n} {i}", str(first + n), (i * n_rows + start, *rest), shape)
-    found = load_all(again.plan(request))
-    for n, *_ in batch:
-        key, group = groups[n]
-        expected = found[f"{first + n} 0"].tobytes()
-        for i in range(1, len(group)):
-            if found[f"{first + n} {i}"].tobytes() != expected:
-                yield key, group[0].rank, group[i].rank
-
-
-def _rounds(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
-    """Groups that are described together: a run of 256 ranks can have a million copies."""
-    described: list[_Group] = []
-    n_arrays = 0
-    for one in groups:
-        described.append(one)
-        n_arrays += len(one[1])
-        if n_arrays >= _ROUND_ARRAYS:
-            yield described
-            described, n_arrays = [], 0
-    if described:
-        yield described
-
-
-_Group = tuple[str, "Sequence[HeldArray]"]
-_Unit = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-def _batches(groups: Sequence[_Group]) -> Iterator[list[_Unit]]:
-    """Rows that are read together: number of the group, offset and shape. A group is once in a batch."""
-    batch: list[_Unit] = []
-    n_bytes = 0
-    for n, (_, group) in enumerate(groups):
-        shape, bits = group[0].shape or (1,), dtypes.bits(group[0].dtype) * len(group)
-        rest = tuple(shape[1:])
-        row = max(1, math.prod(rest) * bits // 8)
-        rows = max(1, _BATCH_BYTES // row)
-        for start in range(0, shape[0], rows):
-            unit_shape = (min(rows, shape[0] - start), *rest)
-            size = math.prod(unit_shape) * bits // 8
-            if batch and (start or n_bytes + size > _BATCH_BYTES):
-                yield batch
-                batch, n_bytes = [], 0
-            batch.append((n, (start, *(0 for _ in rest)), unit_shape))
-            n_bytes += size
-    if batch:
-        yield batch
+    return index.first_different([arrays]) is None

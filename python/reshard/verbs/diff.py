@@ -49,7 +49,9 @@ _ALIGN_BYTES = 64
 _BLOCK_BYTES = 1 << 20
 _BLOCK_ELEMENTS = 1 << 14
 _SMALL_BYTES = 1 << 13  # of a region that is compared together with others
-_MANY = 256  # such regions that are compared at once
+_MANY = 256  # such regions whose values are compared at once
+_MANY_SMALL = 1 << 14  # whole tensors of this size whose bytes are compared at once
+_BATCH_BYTES = 8 << 20  # of them
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # compared by the core, if they are not small
 
 
@@ -270,8 +272,9 @@ def diff_opened(
     half_bytes = max(max_bytes // 2, 1)
     keys, other = left.keys(part), set(right.keys(part))
     common = [key for key in keys if key in other]
-    left._check_placed(*common)  # noqa: SLF001  the check of a read
-    right._check_placed(*common)  # noqa: SLF001
+    for side in (left, right):
+        if side.unplaced():
+            side._check_placed(*common)  # noqa: SLF001  the check of a read
     pairs = _pairs(left, right, common, tolerance)
     n_bytes = _comparable_bytes(pairs)
     if compare is None:
@@ -335,7 +338,14 @@ def _counted(
         threads: number of threads that copy.
         advance: called with the bytes that were compared so far.
     """
-    comparison, done = _Comparison(left, right, half_bytes, threads), 0
+    done = 0
+    equal: set[_Pair] = set()
+    for same in _equal_small(left, right, spans, half_bytes=half_bytes, threads=threads):
+        equal.update(same)
+        done += sum(sum(pair.kind.n_bytes) for pair in same)
+        advance(done)
+    spans = [span for span in spans if span[0] not in equal]
+    comparison = _Comparison(left, right, half_bytes, threads)
     pair_regions = (one for pair, first, end in spans for one in _regions_of(pair, first, end, half_bytes))
     for batch in in_batches(pair_regions, lambda one: _aligned(max(one.n_bytes)), half_bytes):
         comparison.compare(batch)
@@ -344,6 +354,22 @@ def _counted(
             for counts in region.found:
                 yield region.pair, counts
         advance(done)
+
+
+def _equal_small(
+    left: Checkpoint,
+    right: Checkpoint,
+    spans: Sequence[tuple[_Pair, int, int | None]],
+    *,
+    half_bytes: int,
+    threads: int | None,
+) -> Iterator[list[_Pair]]:
+    """The small tensors whose bytes are equal, in several lists: the core compares many at once."""
+    small = (pair for pair, _, end in spans if end is None and pair.kind.is_small)
+    for batch in in_batches(small, lambda pair: pair.kind.n_bytes[0], min(half_bytes, _BATCH_BYTES), _MANY_SMALL):
+        keys = [pair.key for pair in batch]
+        a, b = (side.plan(side.data.index.whole_request(keys), keys=keys) for side in (left, right))
+        yield list(itertools.compress(batch, a.are_equal(b, threads=threads)))
 
 
 class _Asked(NamedTuple):
@@ -464,7 +490,7 @@ _n_bytes = functools.lru_cache(maxsize=1024)(dtypes.n_bytes)  # many tensors hav
 class _PairKind:
     """What pairs with the same dtypes and shapes have in common: thousands of tensors are of a few kinds."""
 
-    __slots__ = ("dtypes", "is_comparable", "is_packed", "n_bytes", "shapes", "tolerance")
+    __slots__ = ("dtypes", "is_comparable", "is_packed", "is_small", "n_bytes", "shapes", "tolerance")
 
     def __init__(
         self, a: tuple[str, tuple[int, ...]], b: tuple[str, tuple[int, ...]], tolerance: Tolerance | None
@@ -475,6 +501,8 @@ class _PairKind:
         self.is_packed = dtypes.is_packed(a[0]) or dtypes.is_packed(b[0])
         # Packed elements are not decoded, so they cannot be compared with another dtype.
         self.is_comparable = a[1] == b[1] and (a[0] == b[0] or not self.is_packed)
+        # A tensor whose bytes are compared before its values, together with others.
+        self.is_small = a == b and 0 < self.n_bytes[0] <= _SMALL_BYTES
         self.tolerance = tolerance
 
     def pieces(self, max_bytes: int) -> Iterator[Region]:
@@ -626,7 +654,7 @@ class _Comparison:
 
     def compare(self, batch: list[_PairRegion]) -> None:
         small: dict[tuple[str, str], list[_Read]] = {}
-        for region, a, b in self._not_equal(batch):
+        for region, a, b in zip(batch, *(self._read(side, batch) for side in range(2)), strict=True):
             pair = region.pair
             if region.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and _same(a, b):
                 continue  # a whole tensor that is equal: its norms are not needed
@@ -642,20 +670,6 @@ class _Comparison:
         for several in small.values():
             _compare_small(several)
 
-    def _not_equal(self, batch: list[_PairRegion]) -> Iterator[_Read]:
-        """Read both sides, and return all but those that are together with others whole tensors of the same bytes."""
-        sides = [self._read(side, batch) for side in range(2)]
-        ends = [0, 0]
-        for first in range(0, len(batch), _MANY):
-            group = batch[first : first + _MANY]
-            starts = ends
-            ends = [end + sum(_aligned(one.n_bytes[side]) for one in group) for side, end in enumerate(starts)]
-            # Bytes between the tensors are of earlier batches, so that they can differ only if those did.
-            a, b = (buffer[start:end] for buffer, start, end in zip(self.buffers, starts, ends, strict=True))
-            is_alike = all(_is_whole(one) and one.pair.kind.dtypes[0] == one.pair.kind.dtypes[1] for one in group)
-            if not (is_alike and len(group) > 1 and _same(a, b)):
-                yield from zip(group, *(side[first : first + _MANY] for side in sides), strict=True)
-
     def _read(self, side: int, batch: list[_PairRegion]) -> list[np.ndarray]:
         opened = self.sides[side]
         keys = [region.pair.key for region in batch]
@@ -670,7 +684,7 @@ class _Comparison:
             for i, region in enumerate(batch):
                 request.add_region(str(i), region.pair.key, region.offset, region.shape)
         if end > self.buffers[side].size:
-            self.buffers[side] = np.zeros(end, np.uint8)
+            self.buffers[side] = np.empty(end, np.uint8)
         buffer = self.buffers[side]
         arrays = [buffer[start : start + region.n_bytes[side]] for start, region in zip(starts, batch, strict=True)]
         opened.plan(request, keys=set(keys)).fill(arrays, threads=self.threads)

@@ -160,17 +160,17 @@ pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
     if !verifies_files(plan) {
         return Ok(());
     }
-    let all = || plan.arrays().iter().flat_map(|array| &array.copy_ops);
-    plan.sources
-        .par_iter()
-        .enumerate()
-        .try_for_each(|(number, source)| match source {
-            PlanSource::File(_, file) if file.has_crc() => {
-                let copy_ops = all().filter(|copy_op| copy_op.source as usize == number);
-                file.verify_at(copy_ops.map(|copy_op| copy_op.src_start_bytes), control)
-            }
-            _ => Ok(()),
-        })
+    let mut positions: Vec<Vec<u64>> = vec![Vec::new(); plan.sources.len()];
+    for copy_op in plan.arrays().iter().flat_map(|array| &array.copy_ops) {
+        positions[copy_op.source as usize].push(copy_op.src_start_bytes);
+    }
+    let sources = plan.sources.par_iter().zip(positions);
+    sources.try_for_each(|(source, positions)| match source {
+        PlanSource::File(_, file) if file.has_crc() => {
+            file.verify_at(positions.into_iter(), control)
+        }
+        _ => Ok(()),
+    })
 }
 
 /// Reads the chunks that contain a range into scratch memory by `read`, and verifies them. Returns the start of the range

@@ -8,6 +8,7 @@
 
 mod alike;
 mod files;
+mod held;
 mod planner;
 mod runs;
 mod table;
@@ -17,6 +18,7 @@ use crate::planning::stored::Stored;
 pub use crate::planning::stored::cell_name;
 use files::FileSlot;
 pub use files::{Change, ReadChecksums};
+pub use held::Held;
 use std::collections::{HashMap, HashSet};
 use std::mem::take;
 use std::sync::Arc;

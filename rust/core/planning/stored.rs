@@ -157,11 +157,8 @@ impl Boxes {
     /// # Errors
     /// The stored tensor is used in parts.
     pub(crate) fn strided(&self, stored_shape: &[u64], strides: &[u64]) -> Result<(u64, CopyDims)> {
-        let plain = row_major_strides(stored_shape);
-        if self.source.local_offset != 0 || self.source.local_strides != plain {
-            let message = "a tensor is stored with strides of its own, and only parts of it belong to the checkpoint's tensor";
-            return Err(Error::new(Kind::Unsupported, message));
-        }
+        let used = (self.source.local_offset, &*self.source.local_strides);
+        let strides = strides_of_parts(stored_shape, strides, used)?;
         let source = Tile {
             global: self.source.global.clone(),
             local_offset: 0,
@@ -171,6 +168,22 @@ impl Boxes {
         let (src, _, dims) = strided_copy(&self.common, at, (self.to.0, &self.to.1));
         Ok((src, dims))
     }
+}
+
+/// The strides of a stored tensor that has its own, which is used by `(first element, strides)` as if it were row-major.
+///
+/// # Errors
+/// It is used in parts.
+pub(crate) fn strides_of_parts<'a>(
+    stored_shape: &[u64],
+    own: &'a [u64],
+    used: (u64, &[u64]),
+) -> Result<&'a [u64]> {
+    if used == (0, &*row_major_strides(stored_shape)) {
+        return Ok(own);
+    }
+    let message = "a tensor is stored with strides of its own, and only parts of it belong to the checkpoint's tensor";
+    Err(Error::new(Kind::Unsupported, message))
 }
 
 impl Stored {

@@ -9,6 +9,7 @@
 //!
 //! This module opens no file and does not check that the listed files exist.
 
+mod alike;
 mod json;
 mod open;
 mod records;
@@ -100,8 +101,8 @@ pub struct MetadataTensor {
     pub fragmentations: Vec<u64>,
     /// Number of its layout; `None` if the layout is null and the tensor is not partitioned.
     pub layout: Option<u32>,
-    /// The holders of each part.
-    pub cells: CellTable,
+    /// The holders of each part; tensors that lie alike share them.
+    pub cells: Arc<CellTable>,
 }
 
 /// The holders of each cell of the grid of a tensor, row-major over the fragmentations.
@@ -162,9 +163,14 @@ pub fn dtype_of(spelling: &str) -> Option<Dtype> {
 
 /// Builds the index of the tensors of a checkpoint. Its files are in `folder`.
 pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<Index> {
+    let mut known: HashMap<*const CellTable, Holders> = HashMap::new();
     let cells = metadata.tensors.iter().map(|tensor| {
-        let files = tensor.cells.holders.iter().map(|(file, _)| *file);
-        (tensor.cells.starts.as_slice().into(), files.collect())
+        let of_tensor = known.entry(Arc::as_ptr(&tensor.cells));
+        let made = of_tensor.or_insert_with(|| {
+            let files = tensor.cells.holders.iter().map(|(file, _)| *file);
+            (tensor.cells.starts.as_slice().into(), files.collect())
+        });
+        made.clone()
     });
     index_with(metadata, cells, folder, method)
 }
@@ -205,6 +211,13 @@ pub fn decode(text: &[u8]) -> Result<Metadata> {
             error.valid_up_to()
         ))
     })?;
+    if let Some(metadata) = alike::decode(text) {
+        return Ok(metadata);
+    }
+    decode_strictly(text)
+}
+
+fn decode_strictly(text: &str) -> Result<Metadata> {
     let mut decoder = Decoder::default();
     decoder.pass(text)?;
     if decoder.is_storage_early {
@@ -218,7 +231,7 @@ pub fn decode(text: &[u8]) -> Result<Metadata> {
 #[derive(Default)]
 struct Decoder {
     metadata: Metadata,
-    tensors: HashMap<String, u32>,
+    tensors: HashMap<Arc<str>, u32>,
     files: HashMap<String, u32>,
     layouts: HashMap<DeviceLayout, u32>,
     /// One per tensor.
@@ -271,10 +284,7 @@ impl Decoder {
     }
 
     fn add_tensor(&mut self, name: &str, record: TensorRecord<'_>) -> Result<()> {
-        check_name(name)?;
-        if self.tensors.contains_key(name) {
-            return Err(Error::damaged("the tensor is listed twice"));
-        }
+        self.check_new(name)?;
         let missing = |field: &str| Error::damaged(format!("`{field}` is missing"));
         let dtype = record
             .properties
@@ -308,19 +318,39 @@ impl Decoder {
         };
         check_chunks(chunks, &shape, &fragmentations, n_cells)?;
 
-        let id = u32::try_from(self.stored.len())
-            .map_err(|_| Error::damaged("there are more than 2^32 tensors"))?;
-        self.tensors.insert(name.to_owned(), id);
-        let (name, dtype) = (name.into(), dtype.into());
-        let cells = CellTable::default();
-        self.metadata.tensors.push(MetadataTensor {
-            name,
-            dtype,
+        self.push(MetadataTensor {
+            name: name.into(),
+            dtype: dtype.into(),
             shape,
             fragmentations,
             layout,
-            cells,
-        });
+            cells: Arc::default(),
+        })
+    }
+
+    /// Adds a tensor that has everything but its name in common with one before.
+    fn add_like(&mut self, name: &str, first: u32) -> Result<()> {
+        self.check_new(name)?;
+        let first = &self.metadata.tensors[first as usize];
+        self.push(MetadataTensor {
+            name: name.into(),
+            ..first.clone()
+        })
+    }
+
+    fn check_new(&self, name: &str) -> Result<()> {
+        check_name(name)?;
+        if self.tensors.contains_key(name) {
+            return Err(Error::damaged("the tensor is listed twice"));
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, tensor: MetadataTensor) -> Result<()> {
+        let id = u32::try_from(self.stored.len())
+            .map_err(|_| Error::damaged("there are more than 2^32 tensors"))?;
+        self.tensors.insert(Arc::clone(&tensor.name), id);
+        self.metadata.tensors.push(tensor);
         self.stored.push(Stored::default());
         Ok(())
     }
@@ -409,9 +439,8 @@ impl Decoder {
             }
         }
         for (tensor, stored) in self.metadata.tensors.iter_mut().zip(self.stored) {
-            tensor.cells = stored
-                .into_table(tensor)
-                .map_err(|error| error.key(&tensor.name))?;
+            let cells = stored.into_table(tensor);
+            tensor.cells = Arc::new(cells.map_err(|error| error.key(&tensor.name))?);
         }
         Ok(self.metadata)
     }

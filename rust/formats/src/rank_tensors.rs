@@ -7,12 +7,15 @@
 use crate::objects::read_file;
 use crate::torch_file::mesh::Meshes;
 use crate::torch_file::{Leaf, Regions, TorchFile};
+use reshard_core::control::Control;
+use reshard_core::copies::{Copies, first_different};
 use reshard_core::dtype::Dtype;
 use reshard_core::error::Printable;
 use reshard_core::header::check_name;
-use reshard_core::index::Index;
+use reshard_core::index::{Held as HeldPart, Index};
 use reshard_core::region::{Dims, Region, row_major_strides};
 use reshard_core::stored::StoredTensor;
+use reshard_core::team::Team;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, Result};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -108,17 +111,6 @@ enum Read {
     Regions(Regions),
 }
 
-/// An array that is a copy of others.
-#[derive(Debug)]
-pub struct Copied {
-    /// The rank that holds it.
-    pub rank: u64,
-    /// The number of its file in the index.
-    pub file: u32,
-    /// Its stored name.
-    pub name: String,
-}
-
 /// The tensors of all ranks.
 #[derive(Debug, Default)]
 pub struct RankTensors {
@@ -135,6 +127,9 @@ pub struct RankTensors {
 
 /// Distinct parts of a tensor, each with the places of its copies. Those without an element are left out.
 type Parts<'a> = Vec<(&'a [u64], &'a [u64], Vec<Place>)>;
+
+/// The key and the places of copies, and what of them is compared.
+type KeyCopies<'a> = ((&'a str, Vec<Place>), Copies);
 
 /// How the parts of tensors that lie alike are stored.
 enum Arranged {
@@ -681,35 +676,47 @@ impl RankTensors {
             .hint(hint)
     }
 
-    /// The copies of the parts of a tensor: the shape of each part, and the arrays that hold it.
+    /// The first of some tensors of which ranks hold different bytes, where they should hold copies: its key, the first
+    /// rank that holds the part, and another one.
     ///
     /// # Errors
-    /// There is no such tensor.
-    pub fn copies(&self, key: &str) -> Result<Vec<(Vec<u64>, Vec<Copied>)>> {
-        let parts = self.parts(self.places(key)?).into_iter();
-        let copied = parts
-            .filter(|(_, _, places)| places.len() > 1)
-            .map(|(_, extent, places)| {
-                let copied = places.into_iter().map(|place| {
-                    let file = self.file(place);
-                    let name = Self::stored_name(key, place);
-                    Copied {
-                        rank: file.rank,
-                        file: file.file,
-                        name,
-                    }
-                });
-                (extent.to_vec(), copied.collect())
-            });
-        Ok(copied.collect())
+    /// There is no such tensor, or a file cannot be read.
+    pub fn first_different(
+        &self,
+        index: &Index,
+        keys: &[String],
+        control: &Control,
+    ) -> Result<Option<(String, u64, u64)>> {
+        let groups = keys.iter().flat_map(|key| match self.copies(key) {
+            Ok(groups) => groups.into_iter().map(Ok).collect(),
+            Err(error) => vec![Err(error)],
+        });
+        let found = first_different(index, groups, control, &Team::current())?;
+        Ok(found.map(|((key, places), other)| {
+            let rank = |place: usize| self.file(places[place]).rank;
+            (key.to_owned(), rank(0), rank(other))
+        }))
     }
 
-    /// The element type of a tensor.
-    ///
-    /// # Errors
-    /// There is no such tensor.
-    pub fn dtype(&self, key: &str) -> Result<Dtype> {
-        Ok(self.held(self.places(key)?[0]).dtype)
+    /// The parts of a tensor that several files hold, and their places.
+    fn copies<'a>(&self, key: &'a str) -> Result<Vec<KeyCopies<'a>>> {
+        let places = self.places(key)?;
+        let dtype = self.held(places[0]).dtype;
+        let parts = self.parts(places).into_iter();
+        let copied = parts.filter(|(_, _, places)| places.len() > 1);
+        let copied = copied.map(|(_, extent, places)| {
+            let held = places.iter().map(|place| HeldPart {
+                file: self.file(*place).file,
+                name: Self::stored_name(key, *place),
+                stored_shape: extent.to_vec(),
+                start: 0,
+                shape: extent.to_vec(),
+                strides: row_major_strides(extent),
+            });
+            let parts = held.collect();
+            ((key, places), Copies { dtype, parts })
+        });
+        Ok(copied.collect())
     }
 }
 

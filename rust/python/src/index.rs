@@ -13,43 +13,50 @@ use crate::write::Written;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
+use reshard_core::copies::{Copies, first_different};
 use reshard_core::flat::Lines;
-use reshard_core::index::{CHUNK_TENSORS, Change, ReadChecksums, drop_large};
-use reshard_core::region::Region;
+use reshard_core::index::{CHUNK_TENSORS, Change, Held, ReadChecksums, drop_large};
+use reshard_core::region::{Region, row_major_strides};
 use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Stamp};
 use reshard_core::stored::StoredTensor;
+use reshard_core::team::Team;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, small_files, writer};
-use reshard_formats::metadata::{self, CellTable, Metadata, MetadataTensor};
+use reshard_formats::metadata::{self, Metadata, MetadataTensor};
 use reshard_formats::{ckpt, gguf, torch_file};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
+/// Rank, file, stored name and shape, first element, shape, dtype, strides unless row-major.
+type HeldArray = (
+    u64,
+    u32,
+    String,
+    Vec<u64>,
+    u64,
+    Vec<u64>,
+    DtypeName,
+    Option<Vec<u64>>,
+);
 
 #[pyclass(module = "reshard._core")]
 pub(crate) struct Index {
     index: reshard_core::index::Index,
-    described: Option<Described>,
-}
-
-/// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
-struct Described {
-    metadata: Metadata,
-    /// The records of its layouts, each made when it is first asked for.
-    layouts: Vec<OnceLock<Py<PyTuple>>>,
+    /// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
+    described: Option<Metadata>,
 }
 
 impl Drop for Index {
     fn drop(&mut self) {
-        if let Some(Described { metadata, .. }) = self.described.take() {
+        if let Some(metadata) = self.described.take() {
             drop_large(metadata.tensors.len(), metadata);
         }
     }
@@ -110,6 +117,11 @@ impl Index {
         }
     }
 
+    /// The index of the core.
+    pub(crate) fn core(&self) -> &reshard_core::index::Index {
+        &self.index
+    }
+
     /// The index of the core, to change it.
     pub(crate) fn core_mut(&mut self) -> &mut reshard_core::index::Index {
         &mut self.index
@@ -119,23 +131,20 @@ impl Index {
     fn described(index: reshard_core::index::Index, mut metadata: Metadata) -> Self {
         for tensor in &mut metadata.tensors {
             // The index has its own copy of the table. Only layouts and dtypes are used later.
-            tensor.cells = CellTable::default();
+            tensor.cells = Arc::default();
         }
-        let layouts = metadata.layouts.iter().map(|_| OnceLock::new());
         Self {
             index,
-            described: Some(Described {
-                layouts: layouts.collect(),
-                metadata,
-            }),
+            described: Some(metadata),
         }
     }
 
-    /// The description, and a tensor in it.
-    fn in_metadata(&self, key: &str) -> Option<(&Described, &MetadataTensor)> {
-        let described = self.described.as_ref()?;
-        let tensor = described.metadata.tensors.get(self.index.number(key)?)?;
-        Some((described, tensor))
+    /// A tensor in the description.
+    fn in_metadata(&self, key: &str) -> Option<&MetadataTensor> {
+        self.described
+            .as_ref()?
+            .tensors
+            .get(self.index.number(key)?)
     }
 
     /// Opens a file with the interpreter released: parsing a `.ckpt` reads all over the file.
@@ -529,34 +538,34 @@ impl Index {
             .collect()
     }
 
-    fn metadata_layout<'py>(
-        &self,
-        py: Python<'py>,
-        key: &str,
-    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some((described, tensor)) = self.in_metadata(key) else {
-            return Ok(None);
+    fn metadata_layouts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let found = PyDict::new(py);
+        let Some(Metadata {
+            layouts, tensors, ..
+        }) = &self.described
+        else {
+            return Ok(found);
         };
-        let Some(number) = tensor.layout else {
-            return Ok(None);
-        };
-        let made = &described.layouts[number as usize];
-        if let Some(made) = made.get() {
-            return Ok(Some(made.bind(py).clone()));
+        let records = layouts.iter().map(|layout| {
+            let values = (
+                layout.device_matrix.clone(),
+                layout.tensor_map.clone(),
+                layout.alias_name.clone(),
+                layout.rank_list.clone(),
+            );
+            DEVICE_LAYOUT.of(py, values)
+        });
+        let records = records.collect::<PyResult<Vec<_>>>()?;
+        for tensor in tensors {
+            if let Some(number) = tensor.layout {
+                found.set_item(&*tensor.name, &records[number as usize])?;
+            }
         }
-        let layout = &described.metadata.layouts[number as usize];
-        let values = (
-            layout.device_matrix.clone(),
-            layout.tensor_map.clone(),
-            layout.alias_name.clone(),
-            layout.rank_list.clone(),
-        );
-        let record = DEVICE_LAYOUT.of(py, values)?;
-        Ok(Some(made.get_or_init(|| record.unbind()).bind(py).clone()))
+        Ok(found)
     }
 
     fn metadata_dtype(&self, key: &str) -> Option<&str> {
-        Some(&self.in_metadata(key)?.1.dtype)
+        Some(&self.in_metadata(key)?.dtype)
     }
 
     fn check_coverage(&self, py: Python<'_>) -> PyResult<()> {
@@ -713,6 +722,34 @@ impl Index {
         let keys = keys.as_ref().map(|keys| keys.iter().map(|key| &**key));
         raise(py, self.index.whole_request(names, keys))
             .map(|request| Request(Requested::Whole(request)))
+    }
+
+    fn first_different(
+        &self,
+        py: Python<'_>,
+        groups: Vec<Vec<HeldArray>>,
+    ) -> PyResult<Option<(usize, usize)>> {
+        let groups = groups
+            .into_iter()
+            .enumerate()
+            .filter_map(|(number, group)| {
+                let dtype = group.first()?.6.0;
+                let part =
+                    |(_, file, name, stored_shape, start, shape, _, strides): HeldArray| Held {
+                        file,
+                        name,
+                        stored_shape,
+                        start,
+                        strides: strides.unwrap_or_else(|| row_major_strides(&shape)),
+                        shape,
+                    };
+                let parts = group.into_iter().map(part).collect();
+                Some(Ok((number, Copies { dtype, parts })))
+            });
+        let control = Control::default();
+        run(py, None, 0, None, &control, || {
+            first_different(&self.index, groups, &control, &Team::current())
+        })
     }
 
     fn close(&self) {

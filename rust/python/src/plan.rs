@@ -9,6 +9,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList, PyString, PyTuple};
 use reshard_core::control::Control;
+use reshard_core::copies::are_equal;
 use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
 use reshard_core::memory::{Memory, Stores};
@@ -299,6 +300,14 @@ impl Plan {
             )
         })?;
         Ok(control.fetched_bytes())
+    }
+
+    #[pyo3(signature = (other, *, threads=None))]
+    fn are_equal(&self, py: Python<'_>, other: &Self, threads: Option<i64>) -> PyResult<Vec<bool>> {
+        let control = Control::default();
+        run_in_team(py, threads, 0, None, &control, |team| {
+            are_equal(&self.0, &other.0, &control, team)
+        })
     }
 
     fn views<'py>(&self, py: Python<'py>) -> PyResult<Vec<Option<(Bound<'py, Buffer>, u64)>>> {

@@ -2,7 +2,7 @@
 
 use crate::errors::raise;
 use crate::index::Index;
-use crate::records::{HELD_COPY, RANK_TENSOR, tensor_kind};
+use crate::records::{RANK_TENSOR, tensor_kind};
 use crate::run::run;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -54,17 +54,16 @@ impl RankTensors {
         raise(py, added)
     }
 
-    fn copies<'py>(&self, py: Python<'py>, key: &str) -> PyResult<Vec<Vec<Bound<'py, PyTuple>>>> {
-        let dtype = raise(py, self.0.dtype(key))?.name();
-        let groups = raise(py, self.0.copies(key))?.into_iter();
-        let groups = groups.map(|(shape, copied)| {
-            let copied = copied.into_iter().map(|one| {
-                let shape = PyTuple::new(py, &shape)?;
-                HELD_COPY.of(py, (one.rank, one.file, one.name, shape, dtype))
-            });
-            copied.collect()
-        });
-        groups.collect()
+    fn first_different(
+        &self,
+        py: Python<'_>,
+        index: &Index,
+        keys: Vec<String>,
+    ) -> PyResult<Option<(String, u64, u64)>> {
+        let control = Control::default();
+        run(py, None, 0, None, &control, || {
+            self.0.first_different(index.core(), &keys, &control)
+        })
     }
 }
 

@@ -82,9 +82,6 @@ pub(crate) static TORCH_TENSOR: Record = Record::new("TorchTensor", &["name", "d
 /// A tensor in the file of a rank.
 pub(crate) static RANK_TENSOR: Record =
     Record::new("RankTensor", &["path", "key", "kind", "local"]);
-/// An array of a rank that is a copy of others.
-pub(crate) static HELD_COPY: Record =
-    Record::new("HeldCopy", &["rank", "file", "name", "shape", "dtype"]);
 /// A value of a folder of `torch.distributed.checkpoint` that is no tensor.
 pub(crate) static DCP_OBJECT: Record = Record::new(
     "DcpObject",
@@ -372,7 +369,6 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &CHANGED_FILE,
         &TORCH_TENSOR,
         &RANK_TENSOR,
-        &HELD_COPY,
         &DCP_OBJECT,
         &OPENED_DCP,
         &GGUF_TENSOR,

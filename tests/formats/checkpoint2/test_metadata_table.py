@@ -48,7 +48,7 @@ def contents(index: _core.Index) -> object:
             index.shape(key),
             index.shards(key),
             index.stored(key),
-            index.metadata_layout(key),
+            index.metadata_layouts().get(key),
             index.metadata_dtype(key),
             index.holders(key),
         )
@@ -145,7 +145,7 @@ def sample() -> bytes:
 
 def test_tensors_of_one_layout_share_its_record() -> None:
     for index in both(sample()):
-        layouts = [index.metadata_layout(key) for key in index.keys()]  # noqa: SIM118  not a mapping
+        layouts = index.metadata_layouts().values()
         assert len(layouts) > len(set(map(id, layouts))) == len(set(map(repr, layouts)))
 
 

@@ -26,7 +26,7 @@ from reshard.formats.megatron.rank_files import RankFile, RankSizes, Weight, ope
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
 from reshard.formats.outputs import load_all
 from reshard.formats.own_files import own_index
-from reshard.formats.rank_replicas import HeldArray, Replicas, are_equal, copies_of
+from reshard.formats.rank_replicas import HeldArray, ListedCopies, Replicas, are_equal, copies_of
 from reshard.storage.location import locate
 from reshard.values.words import listed, show
 
@@ -169,7 +169,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
                 rank.number, rank.file, one.stored, shapes[rank.file, one.stored], 0, one.shape, one.dtype
             )
             held.setdefault(one.key, []).append((rank, one, array))
-    copies: dict[str, list[list[HeldArray]]] = {}
+    copies = ListedCopies()
     unplaced: dict[str, UnplacedTensor] = {}
     for key, arrays in (*held.items(), *optimizer.arrays.items()):
         if _has_no_rule(arrays[0][1].key, ranks[0].state, sizes.tensor, sizes.expert):
@@ -192,7 +192,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
         ranks=ranks,
         sizes=sizes,
         optimizer_files=optimizer.files,
-        replicas=Replicas(copies, HINT),
+        replicas=Replicas(index, copies, HINT),
         all_keys=tuple(key for key in (*held, *optimizer.arrays) if key in copies or key in unplaced),
         without_place=unplaced,
     )

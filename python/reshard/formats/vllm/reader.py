@@ -11,7 +11,7 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, UnsupportedError
 from reshard.formats.base import CheckpointData, UnplacedTensor
 from reshard.formats.given_layout import given_layout
-from reshard.formats.rank_replicas import HeldArray, Replicas, copies_of
+from reshard.formats.rank_replicas import HeldArray, ListedCopies, Replicas, copies_of
 from reshard.formats.vllm import names
 from reshard.layout.invert import check_local_shapes, global_shapes
 from reshard.values.words import counted, listed, show
@@ -42,7 +42,7 @@ class _RanksData(CheckpointData):
 
     files: Mapping[int, list[int]]
     of_ranks: Mapping[str, UnplacedTensor] = field(default_factory=dict)
-    replicas: Replicas = field(default_factory=lambda: Replicas({}, _HINT))
+    replicas: Replicas
 
     def keys(self) -> Sequence[str] | None:
         """Those of a rank."""
@@ -110,7 +110,7 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     _check_tensors(folder, held)
     _refuse_quantised(folder, held[0])
     of_ranks: dict[str, UnplacedTensor] = {}
-    replicas = Replicas({}, _HINT)
+    replicas = Replicas(index, ListedCopies(), _HINT)
     layout = given_layout(options, _HINT)
     if layout is not None:
         replicas = _join(folder, index, files, held, layout)
@@ -157,7 +157,7 @@ def _join(
         for file in of_rank
         for tensor in index.file_tensors(file)
     }
-    copies: dict[str, list[list[HeldArray]]] = {}
+    copies = ListedCopies()
     for key, shapes in local.items():
         of_key, dtype = bound.layouts[key], held[0][key][0]
         stored, arrays = [], []
@@ -169,7 +169,7 @@ def _join(
         index.add_tiles(key, dtype, of_key.shape, stored)
         copies[key] = copies_of(arrays, of_key.shape)
     index.check_coverage()
-    return Replicas(copies, _HINT)
+    return Replicas(index, copies, _HINT)
 
 
 def _check_numbers(folder: Location, found: Mapping[int, Mapping[int, str]]) -> None:

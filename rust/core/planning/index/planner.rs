@@ -220,10 +220,9 @@ impl Index {
         Ok(slot.as_mut().expect("opened above"))
     }
 
-    /// Opens the files of copies whose tables their readers make, several at once: that can take long. One that cannot be
-    /// opened is opened again where it is used, which says why.
-    fn open_listed(&self, planning: &Planning, selected: &[SelectedCopy<'_>]) {
-        let files = selected.iter().map(|one| one.file);
+    /// Opens files whose tables their readers make, several at once: that can take long. One that cannot be opened is opened
+    /// again where it is used, which says why.
+    pub(super) fn open_listed(&self, planning: &Planning, files: impl Iterator<Item = u32>) {
         let is_new = |file: &u32| {
             let is_listed = |slot: &FileSlot| matches!(slot.format, Format::Listed(_));
             planning.opened[*file as usize].is_none() && self.slot(*file).is_ok_and(is_listed)
@@ -260,7 +259,7 @@ impl Index {
             let new = files.filter(|&file| planning.opened[file as usize].is_none());
             self.read_checksums(new, true)?;
         }
-        self.open_listed(planning, &selected);
+        self.open_listed(planning, selected.iter().map(|one| one.file));
         let stored_dtype = match found {
             Some(Found::InWholeFile(_, entry)) => entry.dtype,
             Some(Found::Listed(stored)) if stored.dtype.get().is_some() => self.dtype(stored)?,

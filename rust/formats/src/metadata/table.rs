@@ -17,7 +17,7 @@
 
 use super::records::LayoutRecord;
 use super::{
-    CellTable, DeviceLayout, MAX_DTYPE_BYTES, MAX_RANKS, Metadata, MetadataTensor, check_file_name,
+    DeviceLayout, MAX_DTYPE_BYTES, MAX_RANKS, Metadata, MetadataTensor, check_file_name,
     check_fragmentations,
 };
 use reshard_core::error::{Error, Printable, Result};
@@ -341,7 +341,7 @@ impl<'a> Reader<'a> {
             shape,
             fragmentations,
             layout,
-            cells: CellTable::default(),
+            cells: Arc::default(),
         };
         Ok((tensor, number))
     }
