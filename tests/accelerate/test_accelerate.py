@@ -195,3 +195,26 @@ def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("n_ranks", "then"), [(1, 1), (2, 2), (2, 1)])
 def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int) -> None:
     in_fresh_process("train_accelerate", tmp_path, n_ranks, then)
+
+
+def test_two_models_with_the_same_names(tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(seed)
+        accelerator = Accelerator(cpu=True)
+        models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+        optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
+        return accelerator, accelerator.prepare(*models, *optimizers)
+
+    accelerator, (one, two, first, second) = make(0)
+    with Checkpointer(tmp_path, signals=()) as checkpointer:
+        checkpointer.resume(**prepared(accelerator))
+        accelerator.backward((one(torch.ones(1, 2)) + 2 * two(torch.ones(1, 2))).square().sum())
+        first.step()
+        second.step()
+        checkpointer.save(1, blocking=True)
+    accelerator, (other, another, *_) = make(1)
+    assert Checkpointer(tmp_path, signals=()).resume(**prepared(accelerator)).initial_step == 1
+    assert torch.equal(one.weight, other.weight)
+    assert torch.equal(two.weight, another.weight)
+    assert not torch.equal(one.weight, two.weight)

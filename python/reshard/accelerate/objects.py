@@ -17,8 +17,11 @@ from reshard.accelerate.loader import follow
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.state import PerRank
 from reshard.torch.optimizers import unwrapped
+from reshard.values.wrappers import bare
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from accelerate import Accelerator
 
 
@@ -28,6 +31,9 @@ def prepared(accelerator: Accelerator, loader: Any = None) -> dict[str, Any]:
     These are the models, optimizers, schedulers, the gradient scaler, the position of the training data, and the
     objects of `accelerator.register_for_checkpointing`, of which the state of rank 0 is saved. Call it after
     `accelerator.prepare`. `extra` of the result may get further objects.
+
+    If tensors of two models have the same name, such as those of a generator and a discriminator, names begin with
+    `model_0.`, `model_1.`, in the order in which the models were prepared.
 
     After `resume`, the next loop over the loader continues with the batch after the last completed step, and
     `loader.iteration` is its epoch. Call `Checkpointer.step` in the loop, when `accelerator.sync_gradients` is set.
@@ -69,12 +75,18 @@ def prepared(accelerator: Accelerator, loader: Any = None) -> dict[str, Any]:
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler
     return {
-        "model": models[0] if len(models) == 1 else list(models),
+        "model": models[0] if len(models) == 1 else _by_names(models),
         "optimizer": [unwrapped(one) for one in accelerator._optimizers] or None,  # noqa: SLF001
         "scheduler": schedulers[0] if schedulers else None,
         "sampler": None if followed is None else PerRank(follow(followed), reshape=_first),
         "extra": extra,
     }
+
+
+def _by_names(models: Sequence[Any]) -> list[Any] | dict[str, Any]:
+    """Several models: a mapping, as they are numbered, if tensors of two have the same name."""
+    names = [bare(name) for one in models for name in one.state_dict()]
+    return list(models) if len({*names}) == len(names) else {f"model_{n}": one for n, one in enumerate(models)}
 
 
 def _first(states: list[Any], _rank: int, _world_size: int) -> Any:
