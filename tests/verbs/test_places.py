@@ -20,6 +20,7 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
+from reshard.ray.cluster import _one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +95,13 @@ def test_a_root_of_another_job_is_refused_before_the_shares_are_written(
     with pytest.raises(ClaimedError):
         reshard.convert(source, tmp_path / "root", layout=layout, on=Here(lambda: begun.append(1)))
     assert (begun, (tmp_path / "root").exists()) == ([], False)
+
+
+def test_a_traceback_of_a_server_is_its_last_line() -> None:
+    text = 'Failure from server:\nTraceback (most recent call last):\n  File "a.py", line 3\nOSError: no such process\n'
+    assert _one_line(ConnectionError(text)) == "ConnectionError: Failure from server: OSError: no such process"
+    assert _one_line(OSError("two\nlines")) == "OSError: two lines"
+    assert _one_line(OSError()) == "OSError"
 
 
 def test_a_comparison_of_other_files_is_refused(tmp_path: Path) -> None:

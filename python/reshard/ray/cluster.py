@@ -336,6 +336,8 @@ def _failed_often(share: int, n_shares: int, ended: list[str]) -> GroupError:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    # A server of Ray sends its traceback, of which the last line says what failed.
+    before, _, trace = str(error).partition("Traceback (most recent call last):")
+    text = " ".join([*before.split(), *(trace.strip().splitlines() or [""])[-1].split()])
     known = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return known if len(known) <= _MAX_MESSAGE else known[:_MAX_MESSAGE] + "..."
