@@ -381,3 +381,12 @@ def test_the_shards_of_each_tensor_are_not_listed(tmp_path: Path, monkeypatch: p
         for key in checkpoint.keys():  # noqa: SIM118  not a mapping
             assert len(checkpoint[key].shards) == 4
         assert len(asked) == 4
+
+
+def test_of_one_rank_no_rules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search would find, which takes as long as the rest of opening 100,000 tensors."""
+    monkeypatch.setattr(reshard.layout.like, "_Writer", None)
+    one = Fake({"w": ((4, 2), [1], [0, -1], ["tp"], [0]), "b": ((), None, [], [], [0])})
+    assert ModelLayout.like(one).to_mapping() == {"mesh": {"dp": 1}, "rules": [{"match": "*"}]}
+    with pytest.raises(TypeError):
+        ModelLayout.like(Fake({"w": ((4, 2), [1], [0, -1], ["tp"], [1])}))

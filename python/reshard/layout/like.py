@@ -66,7 +66,10 @@ def mapping_like(checkpoint: CheckpointLike) -> Mapping[str, object] | None:
     known = {key: recorded[key] for key in tensors if key in recorded}
     if not known:
         return None
-    return _Writer(_Stored.of(tensors, known), set(checkpoint.keys("optimizer"))).mapping()
+    held = _Stored.of(tensors, known)
+    if held.ranks == [0]:
+        return None  # one rank holds every tensor whole
+    return _Writer(held, set(checkpoint.keys("optimizer"))).mapping()
 
 
 # ------------------------------------------------------------------------------------------------------- one mesh
