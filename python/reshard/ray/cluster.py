@@ -12,7 +12,9 @@ import logging
 import math
 import os
 import platform
+import signal
 import socket
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from types import FrameType
 
     from reshard.storage.remote import BucketOptions
 
@@ -186,8 +189,7 @@ class Ray:
         try:
             ray.init(address=self.address, logging_level=logging.ERROR, log_to_driver=False)
         except Exception as error:  # noqa: BLE001  Ray raises Exception itself, too
-            with contextlib.suppress(Exception):
-                ray.shutdown()
+            shut_down(ray)
             own = f"Ray {ray.__version__} with Python {platform.python_version()}"
             raise GroupError(
                 f"this process, {own}, cannot use the Ray cluster at {show(self._where)}: {_one_line(error)}",
@@ -197,8 +199,7 @@ class Ray:
         try:
             yield ray
         finally:
-            with contextlib.suppress(Exception):  # of a cluster that has gone
-                ray.shutdown()
+            shut_down(ray)
 
     @property
     def _wanted(self) -> str:
@@ -298,6 +299,43 @@ def do_share(work: Work[Any], folder: str, buckets: Mapping[str, BucketOptions],
         translated = kind(_one_line(error), hint="the log of its worker, in the logs of Ray on that host, says where")
         return ShareDone(host, process, time.monotonic() - begun, error=ErrorRecord.of(translated))
     return ShareDone(host, process, time.monotonic() - begun, n_bytes, result, fetched=fetched_here() - before)
+
+
+def shut_down(ray: Any) -> None:
+    """End the connection to a cluster. An interrupt takes effect after it; a second one does not wait.
+
+    Ray ends the process with exit code 1 if its shutdown is begun again after an exception in the middle of it.
+
+    Args:
+        ray: the package.
+    """
+    with _held_interrupts(), contextlib.suppress(Exception):  # of a cluster that has gone
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """Call the handlers of the first interrupt of the block, and of the alarm that may follow it, after the block."""
+    old: dict[int, Any] = {}
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        if held.count(number) > 1:
+            old[number](number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+        old = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in old:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(held):
+            old[number](number, None)
 
 
 def end_tasks(ray: Any, references: list[Any]) -> None:
