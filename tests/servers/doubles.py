@@ -40,6 +40,7 @@ class Double:
         answers: what a bucket of Google answers to a query instead, by the name of the query: "uploads", "lifecycle".
         sends_etag: whether answers have an ETag.
         sends_ranges: whether ranges are honoured.
+        weakens: whether ETags are weak: as conditions they never hold.
     """
 
     endpoint: str = ""
@@ -50,6 +51,7 @@ class Double:
     lock: threading.Lock = field(default_factory=threading.Lock)
     sends_etag: bool = True
     sends_ranges: bool = True
+    weakens: bool = False
 
     @property
     def port(self) -> int:
@@ -114,7 +116,7 @@ def running(kind: Kind) -> Iterator[Double]:
             headers = {"Last-Modified": formatdate(1.7e9, usegmt=True)}
             e_tag = _e_tag(data)
             if double.sends_etag:
-                headers["ETag"] = e_tag
+                headers["ETag"] = f"W/{e_tag}" if double.weakens else e_tag
             if self.headers.get("If-Match", e_tag) not in (e_tag, "*") and double.sends_etag:
                 self._answer(412, b"", {})
                 return

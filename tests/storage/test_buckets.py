@@ -268,6 +268,7 @@ def test_a_busy_service_is_asked_again(proxy: Proxy, s3: S3Server, prefix: str, 
             "is in the region `eu-west-1` (301",
             "AWS_REGION=eu-west-1",
         ),
+        ((400, "ExpiredToken", {}), "as it does if credentials have expired", "AWS_SESSION_TOKEN"),  # HEAD has no code
         ((503, "SlowDown", {}), "asks for fewer requests (503", "later"),
         ((429, "SlowDown", {}), "asks for fewer requests (429", "later"),
         ((500, "InternalError", {}), "the service failed (500", "later"),

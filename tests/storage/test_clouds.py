@@ -10,9 +10,10 @@ import pytest
 from tests.servers import doubles
 
 import reshard
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
 from reshard.storage import remote
 from reshard.storage.location import locate
+from reshard.storage.remote import use_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,3 +134,53 @@ def test_a_server_must_send_ranges_and_identify_a_file(files: Double, tmp_path: 
         files.objects["m.safetensors"] = (tmp_path / "2.safetensors").read_bytes() + b" "
         with pytest.raises(DamagedFileError, match="was replaced"):
             opened.load()
+
+
+def test_a_weak_etag_is_no_condition_and_tells_that_a_file_was_replaced(files: Double, tmp_path: Path) -> None:
+    for value in (1, 2):
+        reshard.save_file({"w": np.full(200_000, value, np.uint8)}, tmp_path / f"{value}.safetensors")
+    files.objects["m.safetensors"] = (tmp_path / "1.safetensors").read_bytes()
+    files.weakens = True
+    with reshard.open(f"{files.endpoint}/m.safetensors") as opened:
+        assert opened.load()["w"][199_999] == 1
+        files.objects["m.safetensors"] = (tmp_path / "2.safetensors").read_bytes()
+        with pytest.raises(DamagedFileError, match="was replaced"):
+            opened.load()
+
+
+def test_a_url_that_is_signed_for_get_is_read_into_a_cache(files: Double, tmp_path: Path) -> None:
+    reshard.save_file({"w": np.arange(5)}, tmp_path / "m.safetensors")
+    files.objects["m.safetensors"] = (tmp_path / "m.safetensors").read_bytes()
+    files.objects["empty"] = b""
+    use_cache(tmp_path / "cache")
+    try:
+        assert reshard.load_file(f"{files.endpoint}/m.safetensors?X-Amz-Signature=a")["w"].tolist() == [0, 1, 2, 3, 4]
+        assert locate(f"{files.endpoint}/empty?X-Amz-Signature=a").stat().n_bytes == 0
+    finally:
+        use_cache(None)
+    assert {method for method, *_ in files.log} == {"GET"}
+
+
+def test_two_urls_that_messages_show_alike_name_one_file(files: Double) -> None:
+    url = f"{files.endpoint}/download"
+    for query in ("?X-Amz-Date=1&X-Amz-Signature=a", "?X-Amz-Date=2&X-Amz-Signature=b", "?sv=1&SIG=c", ""):
+        assert str(locate(url + query)) == url
+    for query in ("?id=2", "?X-Amz-Signature=a&versionId=3"):
+        with pytest.raises(ArgumentError, match="names another object") as caught:
+            locate(url + query)
+        assert query not in str(caught.value)
+    assert str(locate(f"{files.endpoint}/other?id=1")) == str(locate(f"{files.endpoint}/other?id=1&sig=b"))
+    with pytest.raises(ArgumentError, match="names another object"):
+        locate(f"{files.endpoint}/other?id=2")
+
+
+@pytest.mark.parametrize("cloud", CLOUDS, indirect=True)
+def test_a_service_that_sends_no_ranges_and_a_name_that_is_none_are_named(cloud: tuple[str, Double]) -> None:
+    bucket, double = cloud
+    double.objects |= {"run/m.safetensors": b"12345", "odd//name": b""}
+    with pytest.raises(StorageError, match=r"lists the name `odd//(name)?`") as caught:
+        locate(f"{bucket}/odd").names()
+    assert "another name" in str(caught.value.hint)
+    double.sends_ranges = False
+    with pytest.raises(UnsupportedError, match="does not send ranges"):
+        reshard.open(f"{bucket}/run/m.safetensors")

@@ -10,6 +10,7 @@ use pyo3::types::{PyBytes, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::{Error, Kind, Result};
+use reshard_remote::address::Service;
 use reshard_remote::folder::{self, Found};
 use reshard_remote::object::{self, Object};
 use reshard_remote::upload;
@@ -389,9 +390,8 @@ pub(crate) fn remote_counts(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
 #[pyfunction]
 pub(crate) fn shown_url(py: Python<'_>, url: &str) -> PyResult<String> {
     let address = address(py, url)?;
-    let shown = address.shown();
-    if shown != url {
-        reshard_remote::options::set_url(&address, url);
+    if address.service == Service::Http {
+        raise(py, reshard_remote::options::set_url(&address, url))?;
     }
-    Ok(shown)
+    Ok(address.shown())
 }

@@ -104,6 +104,10 @@ impl Answer {
                 self.status,
                 StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT
             )
+            || matches!(
+                &*self.code,
+                "RequestTimeout" | "OperationAborted" | "ConditionalRequestConflict"
+            )
     }
 }
 
@@ -120,13 +124,15 @@ pub(crate) enum Refusal {
     Unclear,
 }
 
-/// See [`Refusal`]. S3 answers 409 while two requests meet, and Azure if the object exists.
+/// See [`Refusal`]. S3 answers 409 while two requests meet, and Azure if the object exists. S3 answers 400 to a body that
+/// does not arrive.
 pub(crate) fn refusal_of(answer: &Answer) -> Refusal {
     match answer.status.as_u16() {
         412 => Refusal::Exists,
         409 if answer.code == "BlobAlreadyExists" => Refusal::Exists,
         409 | 429 => Refusal::Busy,
         408 | 500..=599 => Refusal::Unclear,
+        _ if answer.code == "RequestTimeout" => Refusal::Unclear,
         _ => Refusal::Final,
     }
 }
@@ -257,6 +263,16 @@ pub(crate) fn explain_tries(
     } else if let Some(refused) = Refused::of(error) {
         let (what, hint) = refused.explained(true);
         io(format!("{what}{retried}"), ECONNREFUSED).hint(hint)
+    } else if is_without_ranges(error) {
+        let message = format!("the server of {address} does not send ranges of a file");
+        Error::new(Kind::Unsupported, message).hint("download the file")
+    } else if let Some(name) = odd_name(error) {
+        let name = Printable(name);
+        io(
+            format!("the service lists the name `{name}`, with an empty part, `.`, `..` or a control character"),
+            ECOMM,
+        )
+        .hint("remove that object, or give it another name")
     } else if is_insecure(error) {
         let what = "the endpoint begins with http://, and requests without TLS are not allowed";
         io(what.to_owned(), EACCES)
@@ -279,6 +295,22 @@ pub(crate) fn explain_tries(
         io(innermost(error), ECOMM).hint(credentials_hint(address.service))
     };
     made.path(Path::new(&address.shown()))
+}
+
+/// Whether a server has sent a whole file in place of a range.
+fn is_without_ranges(error: &object_store::Error) -> bool {
+    matches!(error, object_store::Error::NotSupported { .. })
+        || chain(error)
+            .any(|one| one.to_string() == "Received non-partial response when range requested")
+}
+
+/// A name in an answer that `object_store` refuses.
+fn odd_name(error: &object_store::Error) -> Option<&str> {
+    use object_store::path::Error::{BadSegment, EmptySegment};
+    chain(error).find_map(|one| match one.downcast_ref()? {
+        EmptySegment { path } | BadSegment { path, .. } => Some(&**path),
+        _ => None,
+    })
 }
 
 fn of_answer(
@@ -324,35 +356,29 @@ fn of_answer(
             io(format!("the credentials have expired ({answer})"), EACCES)
                 .hint(credentials_hint(service))
         }
-        401 => io(
-            format!("the service requires credentials ({answer})"),
+        // An answer to HEAD has no code.
+        400 if answer.code.is_empty() && service == Service::S3 => io(
+            format!("the service answered {answer}, as it does if credentials have expired"),
             EACCES,
         )
         .hint(credentials_hint(service)),
-        403 if matches!(
-            &*answer.code,
-            "InvalidAccessKeyId"
-                | "SignatureDoesNotMatch"
-                | "ExpiredToken"
-                | "RequestTimeTooSkewed"
-                | "AuthenticationFailed"
-        ) =>
-        {
-            io(
-                format!("the service does not accept the credentials ({answer})"),
-                EACCES,
-            )
-            .hint(credentials_hint(service))
-        }
-        403 => io(
-            format!("the credentials do not permit it ({answer})"),
+        _ if matches!(&*answer.code, "InvalidObjectState" | "BlobArchived") => io(
+            format!("it is in an archive ({answer})"),
             EACCES,
         )
-        .hint(permissions_hint(doing, service)),
+        .hint(
+            "restore it first; `reshard inspect` names rules of the bucket that move objects there",
+        ),
+        401 | 403 => of_refusal(doing, service, answer, io),
         407 => {
             let (what, hint) = Refused::Unnamed.explained(false);
             io(what, ECONNREFUSED).hint(hint)
         }
+        _ if answer.code == "RequestTimeout" => io(
+            format!("the request did not arrive in time ({answer}){retried}"),
+            EAGAIN,
+        )
+        .hint(network_hint(service)),
         429 | 503 => io(
             format!("the service asks for fewer requests ({answer}){retried}"),
             EAGAIN,
@@ -363,6 +389,40 @@ fn of_answer(
         }
         _ => io(format!("the service answered {answer}"), ECOMM),
     }
+}
+
+/// The error of a request that the credentials do not permit.
+fn of_refusal(
+    doing: Doing,
+    service: Service,
+    answer: &Answer,
+    io: impl Fn(String, i32) -> Error,
+) -> Error {
+    let (what, hint) = match (answer.status.as_u16(), &*answer.code) {
+        (401, _) => (
+            "the service requires credentials",
+            credentials_hint(service),
+        ),
+        (_, "RequestTimeTooSkewed") => (
+            "the clock of this host is not that of the service",
+            "set the clock of this host",
+        ),
+        (
+            _,
+            "InvalidAccessKeyId"
+            | "SignatureDoesNotMatch"
+            | "ExpiredToken"
+            | "AuthenticationFailed",
+        ) => (
+            "the service does not accept the credentials",
+            credentials_hint(service),
+        ),
+        _ => (
+            "the credentials do not permit it",
+            permissions_hint(doing, service),
+        ),
+    };
+    io(format!("{what} ({answer})"), EACCES).hint(hint)
 }
 
 fn wrong_region(io: &impl Fn(String, i32) -> Error, address: &Address, answer: &Answer) -> Error {
@@ -500,6 +560,8 @@ mod tests {
             (503, "SlowDown", Refusal::Unclear),
             (500, "InternalError", Refusal::Unclear),
             (408, "RequestTimeout", Refusal::Unclear),
+            (400, "RequestTimeout", Refusal::Unclear),
+            (400, "InvalidRequest", Refusal::Final),
             (403, "AccessDenied", Refusal::Final),
             (404, "NoSuchBucket", Refusal::Final),
         ] {
@@ -550,6 +612,16 @@ mod tests {
         assert_eq!(busy.facts().3, Some(EAGAIN));
         let ended = of(Doing::Writing, answer(404, "NoSuchUpload", None));
         assert_eq!(ended.kind(), Kind::Io);
+        let archived = of(Doing::Reading, answer(403, "InvalidObjectState", None));
+        assert!(
+            archived
+                .message()
+                .ends_with("it is in an archive (403 InvalidObjectState)")
+        );
+        assert!(archived.facts().2.unwrap().contains("restore"));
+        // That of a HEAD.
+        let expired = of(Doing::Looking, answer(400, "", None));
+        assert!(expired.facts().2.unwrap().contains("AWS_SESSION_TOKEN"));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! One object as a source of bytes: its size and its `ETag` are fixed when it is opened, and every request names the `ETag`.
 
-use crate::address::Address;
+use crate::address::{Address, Service};
 use crate::cache::Cached;
 use crate::client::{Client, runtime};
 use crate::failure::{Doing, explain, is_beyond, replaced};
@@ -82,6 +82,11 @@ impl Version {
             modified: meta.last_modified.timestamp(),
         }
     }
+
+    /// An `ETag` that says that all bytes are the same. A weak one does not, and as a condition it never holds.
+    fn strong(&self) -> Option<&str> {
+        self.e_tag.as_deref().filter(|tag| !tag.starts_with("W/"))
+    }
 }
 
 /// Opens an object by its URL, for the core.
@@ -126,9 +131,11 @@ impl Object {
         let failed = |error: &object_store::Error| explain(Doing::Opening, address, error);
         let key = key_of(address)?;
         let cache = cache_of(address);
+        // The signature of a URL is often for GET alone.
+        let is_look = cache.is_some() && address.service != Service::Http;
         let first = GetOptions {
-            range: cache.is_none().then_some(GetRange::Bounded(0..HEAD_BYTES)),
-            head: cache.is_some(),
+            range: (!is_look).then_some(GetRange::Bounded(0..HEAD_BYTES)),
+            head: is_look,
             ..options()
         };
         let begun = Instant::now();
@@ -136,22 +143,12 @@ impl Object {
             match client.objects().get_opts(&key, first).await {
                 Err(error) if is_beyond(&error) => {
                     // An empty object has no range.
-                    let found = client
-                        .objects()
-                        .get_opts(
-                            &key,
-                            GetOptions {
-                                head: true,
-                                ..options()
-                            },
-                        )
-                        .await?;
+                    let found = client.objects().get_opts(&key, options()).await?;
                     Ok((found.meta, Bytes::new()))
                 }
                 Ok(found) => {
                     client.pace().note_answer(begun.elapsed());
                     let meta = found.meta.clone();
-                    let is_look = cache.is_some();
                     let head = if is_look {
                         Bytes::new()
                     } else {
@@ -162,8 +159,7 @@ impl Object {
                 Err(error) => Err(error),
             }
         });
-        let (meta, head) = fetched
-            .map_err(|error| no_ranges(&error, address).unwrap_or_else(|| failed(&error)))?;
+        let (meta, head) = fetched.map_err(|error| failed(&error))?;
         count_bytes(head.len());
         let version = Version::of(&meta);
         if version.e_tag.is_none() && version.modified == 0 {
@@ -174,13 +170,8 @@ impl Object {
                 .path(Path::new(&address.shown()))
                 .hint("a replaced file could not be noticed: download it"));
         }
-        // A weak `ETag` does not say that all bytes are the same.
-        let strong = version
-            .e_tag
-            .as_deref()
-            .filter(|tag| !tag.starts_with("W/"));
         let cached = cache
-            .zip(strong)
+            .zip(version.strong())
             .map(|(cache, e_tag)| Cached::new(&cache, &address.shown(), e_tag, meta.size));
         Ok(Self {
             cached,
@@ -276,7 +267,7 @@ impl Object {
         let (start, end) = span_of(to);
         let options = GetOptions {
             range: Some(GetRange::Bounded(start..end)),
-            if_match: self.version.e_tag.clone(),
+            if_match: self.version.strong().map(str::to_owned),
             ..options()
         };
         let key = key_of(&self.address)?;
@@ -331,19 +322,6 @@ impl Object {
             .path(Path::new(&self.address.shown()))
             .hint("try again")
     }
-}
-
-/// The error of a server that does not send ranges.
-fn no_ranges(error: &object_store::Error, address: &Address) -> Option<Error> {
-    let is_whole = matches!(error, object_store::Error::NotSupported { .. });
-    is_whole.then(|| {
-        Error::new(
-            Kind::Unsupported,
-            format!("the server of {address} does not send ranges of a file"),
-        )
-        .path(Path::new(&address.shown()))
-        .hint("download the file")
-    })
 }
 
 impl Ranges for Object {

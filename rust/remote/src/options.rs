@@ -64,11 +64,47 @@ pub fn set_options(address: &Address, options: &Options) -> Result<()> {
 /// The URLs of objects behind HTTP with their signatures, by the URL that is shown.
 static SIGNED: Mutex<Option<HashMap<String, String>>> = Mutex::new(None);
 
+/// Parts of queries that prove a permission, and do not name an object.
+const OF_SIGNATURES: &str = "signature expires policy key-pair-id hash-algorithm awsaccesskeyid googleaccessid token \
+    access_token sig se sp sv sr st ss srt spr sip sdd skoid sktid skt ske sks skv saoid suoid scid";
+
 /// Keeps a URL of HTTP with its signature, which messages do not show; the newest one of an object counts.
-pub fn set_url(address: &Address, url: &str) {
+///
+/// # Errors
+/// [`Kind::Argument`]: an earlier URL, which messages show alike, names another object.
+pub fn set_url(address: &Address, url: &str) -> Result<()> {
     let mut all = SIGNED.lock().unwrap_or_else(PoisonError::into_inner);
-    all.get_or_insert_default()
-        .insert(address.root.clone(), url.to_owned());
+    let all = all.get_or_insert_default();
+    if let Some(known) = all.get(&address.root) {
+        if url == address.root {
+            return Ok(()); // as messages show it
+        }
+        if object_of(known) != object_of(url) {
+            let message = format!(
+                "the query of a URL {address} names another object than that of an earlier one, and messages show neither"
+            );
+            return Err(Error::new(Kind::Argument, message)
+                .hint("read one of them in another process, or download it"));
+        }
+    }
+    all.insert(address.root.clone(), url.to_owned());
+    Ok(())
+}
+
+/// The query of a URL without a signature.
+fn object_of(url: &str) -> Vec<(String, String)> {
+    let is_of_signature = |name: &str| {
+        let name = name.to_ascii_lowercase();
+        name.starts_with("x-amz-")
+            || name.starts_with("x-goog-")
+            || OF_SIGNATURES.split_whitespace().any(|one| one == name)
+    };
+    let url = url::Url::parse(url).ok();
+    let pairs = url.iter().flat_map(url::Url::query_pairs);
+    let pairs = pairs.filter(|(name, _)| !is_of_signature(name));
+    pairs
+        .map(|(name, value)| (name.into_owned(), value.into_owned()))
+        .collect()
 }
 
 /// The URL of an object behind HTTP with its signature, if it has one.

@@ -15,6 +15,7 @@
     reason = "rates are estimates, and positive"
 )]
 
+use crate::client::READ_TIMEOUT;
 use futures_util::future::{Either, select};
 use reshard_core::Result;
 use reshard_core::source::{Link, Part, copy_to_parts, span_of};
@@ -216,6 +217,10 @@ impl Width {
     }
 }
 
+/// How long a large body is waited for, at first and at most. The answer comes after the body, however slow the network is.
+const MIN_SEND_FOR: Duration = READ_TIMEOUT;
+const MAX_SEND_FOR: Duration = Duration::from_secs(480);
+
 /// The requests of a client.
 #[derive(Debug)]
 pub(crate) struct Pace {
@@ -228,6 +233,8 @@ pub(crate) struct Pace {
     n_first: AtomicU64,
     n_second: AtomicU64,
     n_at_once: AtomicU64,
+    /// What a body took that was sent last, in nanoseconds for each of its bytes.
+    sent_ns: AtomicU64,
 }
 
 /// A second request; when it is dropped, another one may be sent.
@@ -251,6 +258,7 @@ impl Default for Pace {
             n_first: AtomicU64::new(0),
             n_second: AtomicU64::new(0),
             n_at_once: AtomicU64::new(0),
+            sent_ns: AtomicU64::new(0),
         }
     }
 }
@@ -304,6 +312,23 @@ impl Pace {
     /// Notes an answer that says that there were too many requests.
     pub(crate) fn note_throttled(&self) {
         self.width().throttle(self.begun.elapsed());
+    }
+
+    /// How long the answer to a body of some bytes is waited for.
+    pub(crate) fn send_for(&self, n_bytes: usize) -> Duration {
+        let expected = self
+            .sent_ns
+            .load(Ordering::Relaxed)
+            .saturating_mul(n_bytes as u64);
+        let late = Duration::from_nanos(expected).saturating_mul(TIMES);
+        late.clamp(MIN_SEND_FOR, MAX_SEND_FOR)
+    }
+
+    /// Notes how long a body of some bytes took, or for how long there was no answer.
+    pub(crate) fn note_sent(&self, took: Duration, n_bytes: usize) {
+        let each = took.as_nanos() / n_bytes.max(1) as u128;
+        let each = u64::try_from(each).unwrap_or(u64::MAX);
+        self.sent_ns.store(each, Ordering::Relaxed);
     }
 
     fn width(&self) -> MutexGuard<'_, Width> {
@@ -472,6 +497,23 @@ mod tests {
             }
         }
         assert_eq!(pace.patience(8 << 20), Some(36_000 * MS));
+    }
+
+    #[test]
+    fn a_body_is_waited_for_as_long_as_the_last_ones_took() {
+        let pace = Pace::default();
+        let part = 16 << 20;
+        assert_eq!(pace.send_for(part), MIN_SEND_FOR);
+        for (seconds, expected) in [(30, 120), (120, 480), (480, 480), (50, 200), (1, 30)] {
+            pace.note_sent(Duration::from_secs(seconds), part);
+            let found = pace.send_for(part).as_secs_f64();
+            assert!(
+                (found - f64::from(expected)).abs() < 1.0,
+                "{found} {expected}"
+            );
+        }
+        pace.note_sent(Duration::from_secs(100), part);
+        assert!(pace.send_for(part / 2) < Duration::from_secs(201));
     }
 
     #[test]
