@@ -193,6 +193,22 @@ def test_a_store_in_which_several_writers_win_is_refused(monkeypatch: pytest.Mon
     assert not root.store.objects  # type: ignore[attr-defined]
 
 
+def test_an_interrupt_leaves_no_object_of_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, real = itertools.count(), MemoryObjects.put_new
+
+    def put_new(self: MemoryObjects, path: str, data: bytes) -> Any:
+        if next(numbers) == 3:
+            raise KeyboardInterrupt
+        return real(self, path, data)
+
+    monkeypatch.setattr(MemoryObjects, "put_new", put_new)
+    root = Location(MemoryObjects(), "run")
+    with pytest.raises(KeyboardInterrupt):
+        save(root, 1)
+    assert next(numbers) == 8, "eight writers, at once"
+    assert not root.store.objects  # type: ignore[attr-defined]
+
+
 def test_objects_of_a_probe_are_removed_by_later_claims_only() -> None:
     """Another process may be probing the same new root while the first claim is made."""
     store = MemoryObjects()

@@ -234,13 +234,15 @@ def probe(root: Location) -> None:
     for _ in range(_PROBE_ROUNDS):
         path = str(root / PROBE_FOLDER / os.urandom(16).hex())
         filesystem.announce("probe")
-        with ThreadPoolExecutor(_PROBE_WRITERS) as pool:
-            writers = [pool.submit(store.put_new, path, b"%d" % n) for n in range(_PROBE_WRITERS)]
-        outcomes = [writer.result()[0] for writer in writers]
+        try:
+            with ThreadPoolExecutor(_PROBE_WRITERS) as pool:
+                writers = [pool.submit(store.put_new, path, b"%d" % n) for n in range(_PROBE_WRITERS)]
+            outcomes = [writer.result()[0] for writer in writers]
+        finally:  # also after an interrupt
+            store.remove_files([path])
         n_won = outcomes.count(PutNew.CREATED)
         # With lost answers the winner is not known, but there is at most one.
         is_right = n_won == 1 or (n_won == 0 and PutNew.UNKNOWN in outcomes)
-        store.remove_files([path])
         if not is_right:
             raise UnsupportedError(
                 f"{show(str(root))}: of {_PROBE_WRITERS} writers that created one new object at once, {n_won} were "
