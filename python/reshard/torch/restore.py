@@ -780,12 +780,14 @@ class _Restore:
         """Compare for which parameters gradients are computed, in a run that trains.
 
         What the training has changed since it began is restored. Where it began otherwise, the program has changed it.
+        Parameters whose optimizer state says so are left to `compare_trained`.
         """
         live, saved = self.described.live, {kind: _names(names) for kind, names in self.extra[FROZEN].items()}
         trains = bool(live.optimizers) or any(name.partition(".")[0] == "optimizer" for name in live.objects)
         if not saved or not trains:
             return
         differing: dict[bool, list[str]] = {}
+        told = {*self.untrained, *self.frozen}
         for key, name in self.stored.items():
             if key in live.named.buffers or not isinstance(live.named.tensors[key], torch.nn.Parameter):
                 continue
@@ -794,7 +796,7 @@ class _Restore:
                 continue
             if (was in {"always", "started"}) == is_frozen:
                 self.thawed[key] = is_frozen
-            else:
+            elif told.isdisjoint((key, name)):
                 differing.setdefault(is_frozen, []).append(show(key))
         for is_frozen, names in differing.items():
             was, now = ("was trained", "frozen") if is_frozen else ("was frozen", "trained")
