@@ -19,7 +19,7 @@ def main() -> None:
     if not is_default:
         run()
         return
-    # While Python takes its modules apart, the signal would kill the process, though the command is done.
+    # While Python shuts down, the signal would kill the process, though the command is done.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

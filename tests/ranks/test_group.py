@@ -23,7 +23,7 @@ from reshard.ranks.group import Group, SingleProcess, TorchGroup, agree, decide,
 from reshard.ranks.torch_group import TorchSession
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 LONG = 40.0  # a deadline that is not meant to pass
 SHORT = 2.0  # one that passes
@@ -341,39 +341,12 @@ def test_a_store_that_is_silent_or_gone() -> None:
             assert lost["seconds"] < LATE
 
 
-@pytest.mark.slow(disk=False)
-def test_a_store_that_answers_slowly_is_not_silent() -> None:
+def told_without_rank_0(before_each: Callable[[], None], seconds: float) -> Callable[[TorchGroup], Any]:
+    """The work of two ranks: rank 1 agrees within some seconds, and calls a function before each request of the store.
+
+    Rank 0 takes no part.
+    """
     over = Signal()
-
-    def work(group: TorchGroup) -> Any:
-        may_be_silent()
-        group.barrier(timeout=LONG)
-        if group.rank == 0:
-            over.wait()
-            return None
-        store = group._store
-
-        class Slow:
-            """Answers are late, as on a loaded machine: the last one comes later than a silent store is waited for."""
-
-            def __getattr__(self, name: str) -> Any:
-                time.sleep(0.9)
-                return getattr(store, name)
-
-        group._store = Slow()  # type: ignore[assignment]
-        told = timed(lambda: agree(group, None, 0.2))
-        over.set()
-        return told
-
-    with Job(2, work) as job:
-        _, told = job.values()
-    assert (told["error"], told["ranks"]) == ("GroupError", [0])
-    assert "no answer of rank 0 of 2 within 0.2 s" in told["text"]
-
-
-@pytest.mark.slow(disk=False)
-def test_the_store_is_not_silent_while_this_process_is_stopped() -> None:
-    asked, over = Signal(), Signal()
 
     def work(group: TorchGroup) -> Any:
         may_be_silent()
@@ -385,17 +358,36 @@ def test_the_store_is_not_silent_while_this_process_is_stopped() -> None:
 
         class Watched:
             def __getattr__(self, name: str) -> Any:
-                asked.set()
-                for _ in range(10):
-                    time.sleep(0.05)  # those that begin after the stop take their time
+                before_each()
                 return getattr(store, name)
 
         group._store = Watched()  # type: ignore[assignment]
-        told = timed(lambda: agree(group, None, 0.5))
+        told = timed(lambda: agree(group, None, seconds))
         over.set()
         return told
 
-    with Job(2, work) as job:
+    return work
+
+
+@pytest.mark.slow(disk=False)
+def test_a_store_that_answers_slowly_is_not_silent() -> None:
+    # As on a loaded machine: the last answer comes later than a silent store is waited for.
+    with Job(2, told_without_rank_0(lambda: time.sleep(0.9), 0.2)) as job:
+        _, told = job.values()
+    assert (told["error"], told["ranks"]) == ("GroupError", [0])
+    assert "no answer of rank 0 of 2 within 0.2 s" in told["text"]
+
+
+@pytest.mark.slow(disk=False)
+def test_the_store_is_not_silent_while_this_process_is_stopped() -> None:
+    asked = Signal()
+
+    def before_each() -> None:
+        asked.set()
+        for _ in range(10):
+            time.sleep(0.05)  # those that begin after the stop take their time
+
+    with Job(2, told_without_rank_0(before_each, 0.5)) as job:
         asked.wait()
         os.kill(job.pids[1], signal.SIGSTOP)
         time.sleep(3)  # beyond the deadline, and beyond the time for which a silent store is waited for

@@ -55,7 +55,8 @@ def write_share(job: Job, shared: Shared, begun: Begun, files: Sequence[File], s
     check = functools.partial(log_claims.check_attempt, folder)
     check()
     parts = _cut(sizes, shared.share.count)[shared.share.index]
-    written, ranges = write_parts(job, folder, files, sizes, parts, before_each=check, upload_of=begun.uploads.get)
+    upload_of = begun.uploads.__getitem__  # one without an upload is an error
+    written, ranges = write_parts(job, folder, files, sizes, parts, before_each=check, upload_of=upload_of)
     sent = {name: SentPart(0, one.n_bytes, WrittenFile.of(one)) for name, one in written.items()}
     for name, part in ranges.items():
         sent[name] = SentPart(part.start, part.end, WrittenFile.of(part), part.first_sent, tuple(part.sent))
